@@ -1,0 +1,30 @@
+# penstock_add_test(name SOURCES ... [LIBS ...] [LABELS ...] [TIMEOUT s]): one GoogleTest binary, registered with ctest.
+# RapidCheck is linked everywhere (rapidcheck::gtest). The model folder reaches tests as PENSTOCK_TEST_MODELS.
+include(GoogleTest)
+
+function(penstock_add_test name)
+  cmake_parse_arguments(arg "" "TIMEOUT" "SOURCES;LIBS;LABELS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(
+    ${name} PRIVATE penstock_core penstock_warnings GTest::gtest_main ${arg_LIBS} rapidcheck
+                    fmt::fmt-header-only nlohmann_json::nlohmann_json)
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/tests")
+  target_compile_definitions(${name} PRIVATE PENSTOCK_TEST_MODELS="${PROJECT_SOURCE_DIR}/models"
+                                             PENSTOCK_TEST_BINARY_DIR="${PROJECT_BINARY_DIR}")
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${arg_LABELS}")
+endfunction()
+
+# penstock_add_gpu_test(name SOURCES ... [LIBS ...]): runs on a machine with a GPU; built everywhere nvcc is. Linked
+# statically but for glibc, so that the binary can be carried to a machine without the project's libraries.
+function(penstock_add_gpu_test name)
+  cmake_parse_arguments(arg "" "" "SOURCES;LIBS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE penstock_cuda penstock_core penstock_warnings penstock_cuda_options
+                                        GTest::gtest_main ${arg_LIBS} CUDA::cudart_static)
+  target_link_options(${name} PRIVATE -static-libstdc++ -static-libgcc -Wl,--as-needed)
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/tests")
+  set_property(GLOBAL APPEND PROPERTY PENSTOCK_GPU_TESTS ${name})
+endfunction()

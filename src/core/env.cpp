@@ -1,0 +1,76 @@
+#include "penstock/core/env.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <charconv>
+#include <cstdlib>
+
+#include "penstock/core/error.h"
+
+namespace penstock {
+namespace {
+
+// The table that every reader below goes through, so that nothing is read that `penstock env` does
+// not print.
+struct Entry {
+  const char* name;
+  const char* fallback;
+  const char* description;
+};
+constexpr std::array kEntries{
+    Entry{"PENSTOCK_DEADLINE_S", "30",
+          "deadline of every wait, seconds [0.001, 86400]; API: TeamOptions::deadline"},
+    Entry{"PENSTOCK_THREADS_COUNT", "0",
+          "compute threads of one CPU rank, 0 = hardware threads / ranks; API: "
+          "CpuModelOptions::threads"},
+    Entry{"PENSTOCK_LOG_LEVEL", "warn",
+          "trace, debug, info, warn, error, off; API: set_log_level()"},
+};
+
+const Entry& entry(std::string_view name) {
+  for (const Entry& e : kEntries) {
+    if (name == e.name) return e;
+  }
+  throw_error(ErrorKind::kInvalidArgument,
+              fmt::format("environment variable {} is not in the table", name));
+}
+
+std::string read(std::string_view name) {
+  const Entry& e = entry(name);
+  const char* value = std::getenv(e.name);
+  return value != nullptr && *value != '\0' ? value : e.fallback;
+}
+
+template <typename T>
+T read_number(std::string_view name, T low, T high) {
+  const std::string text = read(name);
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size() ||
+      !(value >= low && value <= high)) {
+    throw_error(ErrorKind::kInvalidArgument,
+                fmt::format("{}='{}' is not a number in [{}, {}]: correct or unset it", name, text,
+                            low, high));
+  }
+  return value;
+}
+
+}  // namespace
+
+double Env::deadline_s() { return read_number<double>("PENSTOCK_DEADLINE_S", 0.001, 86400.0); }
+int Env::threads_count() { return read_number<int>("PENSTOCK_THREADS_COUNT", 0, 4096); }
+std::string Env::log_level() { return read("PENSTOCK_LOG_LEVEL"); }
+
+std::vector<EnvVariable> Env::table() {
+  std::vector<EnvVariable> rows;
+  for (const Entry& e : kEntries) {
+    const char* value = std::getenv(e.name);
+    const bool set = value != nullptr && *value != '\0';
+    rows.push_back({e.name, set ? value : e.fallback, e.fallback, set ? "environment" : "default",
+                    e.description});
+  }
+  return rows;
+}
+
+}  // namespace penstock

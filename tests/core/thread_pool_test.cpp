@@ -1,0 +1,63 @@
+#include "penstock/core/thread_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "penstock/core/error.h"
+
+namespace penstock {
+namespace {
+
+TEST(ThreadPoolTest, CoversEachIndexOnceForAnyCountAndGrain) {
+  for (const int threads : {1, 2, 3, 8}) {
+    ThreadPool pool(threads);
+    for (const std::size_t count : {0U, 1U, 2U, 7U, 64U, 1000U}) {
+      for (const std::size_t grain : {0U, 1U, 3U, 128U}) {
+        std::vector<std::atomic<int>> hits(count);
+        pool.parallel_for(count, grain, [&](std::size_t begin, std::size_t end, int) {
+          for (std::size_t i = begin; i < end; ++i) hits[i].fetch_add(1);
+        });
+        for (const auto& hit : hits) ASSERT_EQ(hit.load(), 1);
+      }
+    }
+  }
+}
+
+TEST(ThreadPoolTest, ManySmallJobsNeverLoseOne) {
+  ThreadPool pool(4);
+  std::atomic<int> sum{0};
+  for (int i = 0; i < 20000; ++i)
+    pool.run([&](int) { sum.fetch_add(1, std::memory_order_relaxed); });
+  EXPECT_EQ(sum.load(), 80000);
+}
+
+TEST(ThreadPoolTest, WakesSleepingWorkers) {
+  ThreadPool pool(3);
+  std::atomic<int> sum{0};
+  for (int i = 0; i < 3; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    pool.run([&](int thread) { sum.fetch_add(1 + thread); });
+  }
+  EXPECT_EQ(sum.load(), 18);
+}
+
+TEST(ThreadPoolTest, RethrowsAndStaysUsable) {
+  ThreadPool pool(4);
+  EXPECT_THROW(pool.run([](int thread) {
+    if (thread == 2) throw std::runtime_error("two");
+  }),
+               std::runtime_error);
+  std::atomic<int> sum{0};
+  pool.run([&](int) { sum.fetch_add(1); });
+  EXPECT_EQ(sum.load(), 4);
+}
+
+TEST(ThreadPoolTest, RefusesNoThreads) { EXPECT_THROW(ThreadPool(0), Error); }
+
+}  // namespace
+}  // namespace penstock
