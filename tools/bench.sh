@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds and runs the CPU benchmarks; results go to build/bench-results/ as JSON lines beside the printed tables.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 cmake --preset bench >/dev/null
 cmake --build --preset bench -j "$(nproc)"

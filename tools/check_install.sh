@@ -2,7 +2,7 @@
 # Installs the package into a fresh prefix, then builds and runs the consumer project against it by find_package and
 # against the source tree by add_subdirectory.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -2,7 +2,7 @@
 # Builds the GPU test binaries and runs them where there is a GPU. Exit code 77: built, but no GPU to run on.
 # With a folder as argument: runs the binaries that lie in it (carried from another machine) instead of building.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 if [ $# -gt 0 ]; then
   folder=$1

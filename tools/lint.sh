@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Formatting, spelling, shell scripts, include rungs, documentation links, clang-tidy. Usage: tools/lint.sh [--fix]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 failed=0
 say() { printf -- '-- %s\n' "$1"; }

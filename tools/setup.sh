@@ -4,7 +4,7 @@
 #   build  only what `make demo` needs (compiler, CMake, libraries)
 #   all    also test, lint and model-checking tools (default)
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 scope=${1:-all}
 build_packages=(g++ cmake ninja-build make ccache git libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev

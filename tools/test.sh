@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole test run, step by step, with a table at the end. Usage: tools/test.sh [step ...]  (default: all steps)
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 jobs=$(nproc)
 logs=build/logs

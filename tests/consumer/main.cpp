@@ -12,8 +12,9 @@ int main(int argc, char** argv) {
   }
   try {
     const penstock::Checkpoint checkpoint(argv[1]);
-    std::printf("penstock %.*s: %lld layers, hidden %lld\n", static_cast<int>(penstock::version().size()),
-                penstock::version().data(), static_cast<long long>(checkpoint.config().layers),
+    std::printf("penstock %.*s: %lld layers, hidden %lld\n",
+                static_cast<int>(penstock::version().size()), penstock::version().data(),
+                static_cast<long long>(checkpoint.config().layers),
                 static_cast<long long>(checkpoint.config().hidden));
   } catch (const penstock::Error& error) {
     std::fprintf(stderr, "%s\n", error.what());
