@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "penstock/core/fault_record.h"
+
 namespace penstock {
 
 // What went wrong, by what the caller can do about it.
@@ -32,31 +34,6 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
-// First cause of a fault, as the wait that expired saw it. A POD of fixed size: kernels write it to
-// host-visible memory, processes exchange it byte by byte. Unknown fields hold -1.
-struct FaultRecord {
-  std::int32_t rank = -1;       // the rank whose wait expired (or that noticed a dead peer)
-  std::int32_t peer = -1;       // the rank waited for
-  std::int32_t op = -1;         // operator instance, as numbered by the team
-  std::int32_t stage = -1;      // operator's own stage number
-  std::int32_t region = -1;     // index in the operator's layout table
-  std::int32_t index = -1;      // word inside the region
-  std::uint64_t expected = 0;   // epoch waited for
-  std::uint64_t seen = 0;       // epoch found at the deadline
-  std::uint64_t waited_ns = 0;  // how long the wait lasted
-  std::uint32_t cause = 0;      // FaultCause
-  std::uint32_t valid = 0;      // written last; non-zero when the record is whole
-};
-static_assert(sizeof(FaultRecord) == 56);
-
-enum class FaultCause : std::uint32_t {
-  kNone = 0,
-  kDeadline = 1,     // nothing arrived in time
-  kPeerDead = 2,     // the peer's process or thread is gone
-  kPeerAborted = 3,  // another rank raised the abort word
-  kRingFull = 4,     // the proxy's descriptor ring stayed full until the deadline
-  kTransport = 5,    // a transport reported a failed copy
-};
 std::string_view to_string(FaultCause cause);
 
 // Says a record in words: "rank 2 waited 5.0 s for rank 0 in op 3 stage 1, region 4[17]: expected
