@@ -13,20 +13,19 @@
 // formats (the scale covers what is there); MX blocks are always whole, columns % 32 == 0.
 //
 // What the edges do, in every format:
-// - All zeros: elements 0 with their signs, and a finite scale (each rule below says which), so
-// that
-//   zeros come back.
+// - All zeros: elements 0 with their signs and a finite scale (each rule below says which): zeros
+//   come back as they were.
 // - One NaN or Inf in a block: the scale is NaN and the whole block reads as NaN. Nothing finite is
 //   made of it (an Inf is not clipped to the largest value), and the damage ends with the block.
-// - f32 subnormals are numbers like others in the scale; what is too small for scale * smallest
-//   element becomes zero. Nothing here depends on flush-to-zero except that a device compiled with
-//   it reads the E8M0 scale 2^-127 as zero.
+// - f32 subnormals are numbers like others, in the elements and in the scale 2^-127. What is below
+//   half the smallest element times the scale becomes zero.
 //
 // The largest magnitude travels as the integer amax_bits = max over the block of (f32 bits without
 // sign): integers order like magnitudes, Inf above all finite, NaN above Inf, so NaN cannot be lost
 // as it is in fmaxf, and the reduction has no order (__reduce_max_sync does it in a warp).
 //
-// Divisions are IEEE divisions: compile device code without -use_fast_math / -prec-div=false.
+// The arithmetic is IEEE 754: device code that uses it is compiled without -use_fast_math, whose
+// -prec-div=false changes scales by an ulp and whose -ftz=true turns subnormals into zeros.
 #pragma once
 
 #include <cstdint>

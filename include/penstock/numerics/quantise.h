@@ -25,9 +25,10 @@ constexpr std::int64_t fp8_blocks(std::int64_t n) {
 void to_bf16(std::span<const float> x, std::span<Bf16> out);
 void to_float(std::span<const Bf16> x, std::span<float> out);
 
-// FP8 128x128: w [rows, columns] -> q [rows, columns], scales [ceil(rows / 128), ceil(columns /
-// 128)]. s = fp8_weight_scale(amax of the block), q = e4m3(w / s); edge blocks are partial. |w - q
-// s| <= s * max(|q| / 16, 2^-10).
+// FP8 128x128: w [rows, columns] -> q [rows, columns] and
+// scales [ceil(rows / 128), ceil(columns / 128)]; edge blocks are partial.
+// s = fp8_weight_scale(amax of the block), q = e4m3(w / s). The error |w - q s| is at most
+// s * max(|w / s| / 16, 2^-10), plus the rounding of the division.
 std::int64_t quantise_fp8_block(std::span<const float> w, std::int64_t rows, std::int64_t columns,
                                 std::span<E4M3> q, std::span<float> scales);
 void dequantise_fp8_block(std::span<const E4M3> q, std::span<const float> scales, std::int64_t rows,
@@ -67,8 +68,8 @@ std::int64_t quantise_mxfp8(std::span<const float> x, std::int64_t rows, std::in
 void dequantise_mxfp8(std::span<const E4M3> q, std::span<const E8M0> scales, std::int64_t rows,
                       std::int64_t columns, std::span<float> out);
 
-// Wire rows: x [rows, hidden] -> out [rows, wire_row_bytes(hidden)], MXFP8 by kCeil. hidden % 32 ==
-// 0, else InvalidArgument.
+// Wire rows: x [rows, hidden] -> out [rows, wire_row_bytes(hidden)], MXFP8 by kCeil.
+// hidden % 32 == 0, else InvalidArgument.
 std::int64_t quantise_wire_rows(std::span<const float> x, std::int64_t rows, std::int64_t hidden,
                                 std::span<std::uint8_t> out);
 void dequantise_wire_rows(std::span<const std::uint8_t> wire, std::int64_t rows,
