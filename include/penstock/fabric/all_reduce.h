@@ -61,17 +61,20 @@ class AllReduce {
   AllReduce(const AllReduce&) = delete;
   AllReduce& operator=(const AllReduce&) = delete;
 
-  // Collective. data[n] in place, n <= max_elements and equal on all ranks (a smaller n on one rank
-  // ends in a Fault at the deadline). Allocates nothing. Throws Fault; data is then unspecified.
+  // Collective. data[n] in place, n equal on all ranks (a smaller n on one rank ends in a Fault at
+  // the deadline); more than max_elements go in several rounds. Allocates nothing. Throws Fault;
+  // data is then unspecified.
   void run(std::span<float> data);
   void run(std::span<float> data, AllReduceKind kind);
   const std::shared_ptr<Window>& window() const noexcept { return window_; }
 
  private:
+  void round(std::span<float> data, AllReduceKind kind);
   void one_shot(std::span<float> data, std::uint64_t epoch);
   void two_shot(std::span<float> data, std::uint64_t epoch);
   void sweep(std::uint64_t epoch);
 
+  std::uint64_t max_elements_;
   std::uint64_t capacity_;  // packets
   std::shared_ptr<Window> window_;
   Guard guard_;

@@ -17,6 +17,7 @@ struct WaitSite {
   std::int32_t stage = -1;
   std::int32_t region = -1;
   std::int32_t index = -1;
+  FaultCause cause = FaultCause::kDeadline;  // what the record says when the deadline passes
 };
 
 // Waits of one rank. Cheap to make; keeps the team alive. Safe from several threads of the rank.
@@ -35,7 +36,7 @@ class Guard {
   // The same without throwing: how it ended. kDeadline has raised the fault.
   WaitStatus try_wait(const std::uint64_t* word, std::uint64_t epoch, const WaitSite& site) const;
   // The same for any condition: ready() returns true when done and must itself load with acquire;
-  // seen() fills the record at the deadline.
+  // seen() fills the record at the deadline. ready() may change the site (who is waited for now).
   template <typename Ready, typename Seen>
   WaitStatus try_wait_until(Ready&& ready, Seen&& seen, std::uint64_t expected,
                             const WaitSite& site) const;
@@ -65,7 +66,9 @@ class Guard {
     const Guard& guard_;
     const WaitSite& site_;
     std::chrono::steady_clock::time_point start_{};
+    std::chrono::steady_clock::time_point now_{};
     std::uint32_t steps_ = 0;
+    int published_ = -1;
     bool expired_ = false;
     bool gone_ = false;
   };

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 
 #include "penstock/fabric/protocol.h"
 
@@ -31,6 +30,12 @@ inline bool load_packet(const Packet* slot, std::uint32_t tag, std::uint32_t pay
   payload[1] = static_cast<std::uint32_t>(first >> 32);
   payload[2] = static_cast<std::uint32_t>(second);
   return true;
+}
+// The slot's tag alone, relaxed: what a fault record says was seen.
+inline std::uint32_t load_tag_relaxed(const Packet* slot) noexcept {
+  auto* halves = reinterpret_cast<std::uint64_t*>(const_cast<Packet*>(slot));
+  return static_cast<std::uint32_t>(
+      std::atomic_ref<std::uint64_t>(halves[1]).load(std::memory_order_relaxed) >> 32);
 }
 // Empties a slot (tag 0). Relaxed: publish something with release before the sender may go on.
 inline void clear_packet_relaxed(Packet* slot) noexcept {

@@ -82,6 +82,12 @@ inline constexpr std::uint64_t kTagPeriod = 0xffffffffULL;
 PENSTOCK_HOST_DEVICE constexpr std::uint32_t tag_of(std::uint64_t epoch) {
   return static_cast<std::uint32_t>(epoch % kTagPeriod) + 1;
 }
+// The last epoch up to `near` that has this tag; 0 for an empty mailbox. For fault records.
+PENSTOCK_HOST_DEVICE constexpr std::uint64_t epoch_of_tag(std::uint32_t tag, std::uint64_t near) {
+  if (tag == 0) return kNoEpoch;
+  const std::uint64_t back = (near % kTagPeriod + kTagPeriod - (tag - 1)) % kTagPeriod;
+  return near >= back ? near - back : kNoEpoch;
+}
 // A tag comes back after kTagPeriod epochs, about an hour of back-to-back calls. A packet that a
 // large call left and no smaller call overwrote must be gone by then: whenever this is true, the
 // receiver zeroes its whole mailbox of parity_of(epoch) after it consumed `epoch` and before it

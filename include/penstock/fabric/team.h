@@ -106,6 +106,9 @@ class Team {
   // Every rank gives one open descriptor and gets one for each rank (its own duplicated), usable
   // in this process. The argument stays the caller's. fd == -1: "none", received as an empty one.
   virtual std::vector<UniqueFd> all_gather_descriptor(int fd) = 0;
+  // In-process teams only (Unsupported otherwise): every rank gives one shared pointer and gets all
+  // of them, so that memory of one rank lives as long as any rank's view of it.
+  virtual std::vector<std::shared_ptr<void>> all_gather_shared(std::shared_ptr<void> mine) = 0;
   // The next operator number, equal on every rank; FaultRecord::op carries it. Not a wait.
   virtual std::int32_t next_operator() = 0;
 

@@ -75,6 +75,7 @@ struct CpuEngineOptions {
   bool reorder_peers = false;               // serve peers in random order (never within a peer)
   std::uint64_t seed = 1;                   // of delays and orders
   std::int64_t fail_after_copies = -1;      // >= 0: the copy after that many fails (kTransport)
+  std::int64_t stall_after_copies = -1;     // >= 0: serves nothing after that many, until rearm
 };
 
 // A transport on a CPU window. kCopyEngine owns one thread, which sleeps when idle; destruction
