@@ -39,6 +39,11 @@ if(NOT PENSTOCK_CUDA STREQUAL "OFF")
     # 90a, real code only: the -arch=sm_90a shorthand may add a plain sm_90 pass that rejects wgmma.
     set(CMAKE_CUDA_ARCHITECTURES OFF)
     enable_language(CUDA)
+    # CMake 3.25.1 has no flag on record for CUDA C++20, and targets inherit cxx_std_20 from penstock_device.
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "")
+    endif()
     find_package(CUDAToolkit 12.8 REQUIRED)
     set(PENSTOCK_WITH_CUDA ON)
     # CMake 3.25.1 does not know CUDA standard 20, so the flag goes to nvcc directly. ptxas -v feeds the resource table.
