@@ -73,6 +73,21 @@ TEST(BlockScaleTest, Ue8m0IndexRuleIsCeilOverTheFlooredAmax) {
   }
 }
 
+// The other claim: the constant 1/448 gives the same codes.
+TEST(BlockScaleTest, Ue8m0IndexRuleMayMultiplyByTheConstant) {
+  const auto by_constant = [](std::uint32_t amax) {
+    const float floored = float_from_bits(max_bits(amax, float_bits(kActivationAmaxFloor)));
+    const std::uint32_t y = float_bits(floored * (1.0f / 448.0f));
+    return (y >> 23) + ((y & 0x7FFFFFu) != 0 ? 1u : 0u);
+  };
+  for (int b = 0; b < 255; ++b) {
+    for (int m = 0; m < probes::kMantissas; ++m) {
+      const std::uint32_t amax = probes::probe_bits(b, m);
+      ASSERT_EQ(ue8m0_index_scale(amax).bits, by_constant(amax)) << std::hex << amax;
+    }
+  }
+}
+
 TEST(BlockScaleTest, Fp8ScalesAreExact) {
   for (int b = 0; b < 256; ++b) {
     probes::RowDigest weight;
@@ -196,6 +211,20 @@ void check_every_product(int codes) {
 TEST(BlockElementTest, EveryCodeUnderEveryScale) {
   check_every_product<E4M3>(256);
   check_every_product<E2M1>(16);
+}
+
+// x / scale is the correctly rounded quotient, not x * (1 / scale).
+TEST(BlockElementTest, Fp8DividesByTheScale) {
+  int apart = 0;
+  for (const auto& [x, scale] : probes::tie_quotients()) {
+    // f64 has more than twice f32's bits: rounding its quotient once more gives f32's own.
+    const auto quotient = static_cast<float>(static_cast<double>(x) / static_cast<double>(scale));
+    const E4M3 q = quantise_fp8(x, scale);
+    ASSERT_EQ(q.bits, tables::lookup(tables::kEncodeE4M3, float_bits(quotient)))
+        << x << ", " << scale;
+    apart += q == E4M3::from_float(x * (1.0f / scale)) ? 0 : 1;
+  }
+  EXPECT_GT(apart, 100);  // so the inputs can tell
 }
 
 // --- Properties

@@ -32,6 +32,11 @@ __global__ void decode_hardware_kernel(Decoded* out) {
   out->e5m2[code] = float_bits(__half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E5M2))));
 }
 
+__global__ void divide_kernel(const float* x, const float* scale, std::int64_t count, E4M3* out) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = quantise_fp8(x[i], scale[i]);
+}
+
 __global__ void blocks_kernel(const float* x, int rows, MxRow* out) {
   const int row = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (row < rows) {
@@ -94,6 +99,10 @@ cudaError_t launch_decode(Decoded* out) {
 }
 cudaError_t launch_decode_hardware(Decoded* out) {
   decode_hardware_kernel<<<1, 256>>>(out);
+  return cudaGetLastError();
+}
+cudaError_t launch_divide(const float* x, const float* scale, std::int64_t count, E4M3* out) {
+  divide_kernel<<<static_cast<unsigned>((count + 255) / 256), 256>>>(x, scale, count, out);
   return cudaGetLastError();
 }
 cudaError_t launch_blocks(const float* x, int rows, MxRow* out) {

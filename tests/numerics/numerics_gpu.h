@@ -88,6 +88,8 @@ cudaError_t launch_convert(const float* x, std::int64_t count, Conversions* out)
 cudaError_t launch_decode(Decoded* out);
 // The same by the hardware's e4m3x2 / e5m2x2 -> f16x2 and f16 -> f32; fills e4m3 and e5m2 only.
 cudaError_t launch_decode_hardware(Decoded* out);
+// quantise_fp8(x[i], scale[i]) -> out[i], i < count.
+cudaError_t launch_divide(const float* x, const float* scale, std::int64_t count, E4M3* out);
 // x [rows, MxRow::kColumns] -> out [rows].
 cudaError_t launch_blocks(const float* x, int rows, MxRow* out);
 // All 2^32 inputs against CUDA's conversions; `result` starts with counts 0 and smallest_bits ~0.

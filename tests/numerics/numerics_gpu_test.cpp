@@ -111,6 +111,26 @@ TEST_F(NumericsGpuTest, EveryFp8CodeDecodesAsInHardware) {
   }
 }
 
+TEST_F(NumericsGpuTest, DividesByTheScaleAsTheHostDoes) {
+  std::vector<float> x;
+  std::vector<float> scale;
+  for (const probes::Quotient& quotient : probes::tie_quotients()) {
+    x.push_back(quotient.x);
+    scale.push_back(quotient.scale);
+  }
+  DeviceArray<float> x_in(x.size());
+  DeviceArray<float> scale_in(x.size());
+  DeviceArray<E4M3> out(x.size());
+  x_in.set(x.data());
+  scale_in.set(scale.data());
+  PENSTOCK_CUDA_CHECK(
+      launch_divide(x_in.data(), scale_in.data(), static_cast<std::int64_t>(x.size()), out.data()));
+  const std::vector<E4M3> device = out.get();
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    ASSERT_EQ(device[i], quantise_fp8(x[i], scale[i])) << x[i] << " / " << scale[i];
+  }
+}
+
 TEST_F(NumericsGpuTest, BlocksEqualTheHosts) {
   static_assert(MxRow::kColumns == probes::kColumns);
   const std::vector<float> x = probes::block_matrix();

@@ -79,6 +79,25 @@ inline std::vector<float> block_matrix() {
   return x;
 }
 
+// Dividends and divisors whose quotient lies at a tie of E4M3 or an ulp beside it: here a division
+// and a multiplication by the reciprocal part ways.
+struct Quotient {
+  float x, scale;
+};
+inline std::vector<Quotient> tie_quotients() {
+  std::vector<Quotient> result;
+  for (std::uint32_t i = 0; i < 2048; ++i) {
+    const float scale = float_from_bits((120u << 23) | (mix(i) & 0x7FFFFFu));
+    for (std::uint32_t tie = 0; tie < 8; ++tie) {  // 1.0001b, 1.0011b, ... times the scale
+      const float at = float_from_bits((127u << 23) | (2u * tie + 1u) << 19) * scale;
+      for (const std::uint32_t step : {~0u, 0u, 1u}) {
+        result.push_back({float_from_bits(float_bits(at) + step), scale});
+      }
+    }
+  }
+  return result;
+}
+
 // FNV-1a over the `width` low bytes of each value, as in the generator.
 class RowDigest {
  public:

@@ -69,7 +69,7 @@ PENSTOCK_HOST_DEVICE constexpr bool is_finite_bits(std::uint32_t amax) {
   return amax < kF32InfBits;
 }
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Scales from amax_bits
 
 // The floor under activations' amax, from DeepSeek-V3's act_quant: a group of zeros gets the scale
@@ -95,8 +95,8 @@ PENSTOCK_HOST_DEVICE constexpr float fp8_activation_scale(std::uint32_t amax) {
 // FP8 index rows (ue8m0): y = max(amax, 1e-4) / 448, an IEEE division; code = exponent field of y,
 // plus one if its mantissa is not zero. So s = 2^ceil(log2 y), and with this division it is also
 // the exact ceil(log2(max(amax, 1e-4) / 448)), i.e. MxScaleRule::kCeil over the floored amax.
-// (Multiplying by the constant 1/448 instead, as DeepSeek's kernel does, can land one ulp away at a
-// power of two and then doubles the scale.) NaN or Inf gives 0xFF.
+// (Multiplying by the f32 constant 1/448 instead, as DeepSeek's kernel does, can move y by an ulp,
+// but never to the other side of a power of two: the codes are the same.) NaN or Inf gives 0xFF.
 PENSTOCK_HOST_DEVICE constexpr E8M0 ue8m0_index_scale(std::uint32_t amax) {
   if (!is_finite_bits(amax)) return E8M0{E8M0::kNanBits};
   const std::uint32_t y =
@@ -122,13 +122,16 @@ PENSTOCK_HOST_DEVICE constexpr E8M0 mx_scale(std::uint32_t amax, MxScaleRule rul
   return E8M0::from_exponent(exponent);
 }
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Elements under a scale
 
 // x / scale, an IEEE division, then E4M3 (nearest even, saturating). A NaN scale gives E4M3's NaN.
 PENSTOCK_HOST_DEVICE constexpr E4M3 quantise_fp8(float x, float scale) {
   return E4M3::from_float(x / scale);
 }
+// q * scale, rounded to f32. A caller that goes on to add it may see compilers fuse the two into
+// one rounding (nvcc does by default): where host and device must agree bit for bit, keep them
+// apart.
 PENSTOCK_HOST_DEVICE constexpr float dequantise_fp8(E4M3 q, float scale) {
   return q.to_float() * scale;
 }
@@ -146,7 +149,7 @@ PENSTOCK_HOST_DEVICE constexpr float dequantise_mx(Elem q, E8M0 scale) {
   return q.to_float() * scale.to_float();
 }
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Whole MX blocks of 32 and rows of them
 
 PENSTOCK_HOST_DEVICE constexpr float as_float(float x) { return x; }
