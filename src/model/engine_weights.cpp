@@ -40,7 +40,10 @@ cpu::Matrix make_matrix(const Weight& weight, const std::string& name) {
       m.scale_stride = weight.cols / cpu::kWindowColumns;
       break;
   }
-  m.row_bytes = weight.cols * bits_of(weight.data.dtype) / 8;
+  // MXFP4 files may call their bytes U8.
+  m.row_bytes = weight.format == WeightFormat::kMxfp4
+                    ? weight.cols / 2
+                    : weight.cols * bits_of(weight.data.dtype) / 8;
   return m;
 }
 

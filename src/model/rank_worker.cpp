@@ -46,9 +46,11 @@ RankWorker::RankWorker(const ModelConfig& config, const EngineOptions& options,
     all_reduce_ = std::make_unique<AllReduce>(team, static_cast<std::uint64_t>(most));
   }
   const std::int64_t picks = std::min(c.index_top_k, options.max_context);
-  for (std::int64_t i = 0; i < c.rope / 2; ++i) {
-    frequencies_.push_back(
-        std::pow(c.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(c.rope)));
+  // f32 frequencies and angles, as the model was trained and is served (reference.h has the
+  // numbers).
+  for (std::int64_t i = 0; i < c.rope; i += 2) {
+    const float exponent = static_cast<float>(i) / static_cast<float>(c.rope);
+    frequencies_.push_back(1.0f / std::pow(static_cast<float>(c.rope_theta), exponent));
   }
   const auto buffer = [&](std::int64_t count) { return FloatBuffer(count, "activations"); };
   const std::int64_t expert_width = c.expert_intermediate / options.ranks;
@@ -196,8 +198,8 @@ void RankWorker::embed() {
     const Row& r = rows_[static_cast<std::size_t>(row)];
     cpu::decode_row(weights_.embedding, r.token, x_.data() + row * config_.hidden);
     for (std::int64_t i = 0; i < half; ++i) {
-      const double angle =
-          static_cast<double>(r.position) * frequencies_[static_cast<std::size_t>(i)];
+      const double angle = static_cast<double>(static_cast<float>(r.position) *
+                                               frequencies_[static_cast<std::size_t>(i)]);
       cosines_.data()[row * half + i] = static_cast<float>(std::cos(angle));
       sines_.data()[row * half + i] = static_cast<float>(std::sin(angle));
     }

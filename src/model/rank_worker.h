@@ -111,7 +111,7 @@ class RankWorker {
   std::int64_t heads_;  // of this rank
   float latent_eps_;
 
-  std::vector<double> frequencies_;  // [rope / 2] radians a position
+  std::vector<float> frequencies_;  // [rope / 2] radians a position
   std::int64_t hidden_floats_ = 0;
   std::int64_t pick_stride_ = 0;
 

@@ -55,9 +55,10 @@ HWY_INLINE V fold_all(V* acc) {
 HWY_INLINE float sum_lanes(V v) { return hn::GetLane(fold_all<1>(&v)); }
 
 // Loads the first `count` of kLanes floats, zeros behind. Memory up to a whole vector is readable.
+// (MaskedLoad would need an aligned address on SSE4.)
 HWY_INLINE V load_first(const float* from, std::int64_t count) {
   const D d;
-  return hn::MaskedLoad(hn::FirstN(d, static_cast<std::size_t>(count)), d, from);
+  return hn::IfThenElseZero(hn::FirstN(d, static_cast<std::size_t>(count)), hn::LoadU(d, from));
 }
 
 // Decoders. value() gives kLanes weights from stored column `column` on, to be multiplied by
@@ -108,13 +109,11 @@ struct E4m3Decoder {
     const hn::Rebind<std::int8_t, D> db;
     const auto bytes = hn::LoadU(db, reinterpret_cast<const std::int8_t*>(row) + column);
     // The sign reaches bits 15 and 14; bit 14, the exponent's top, is cleared.
-    const auto wide = hn::ShiftLeft<7>(hn::PromoteTo(dw, bytes));
-    const auto ones = hn::Set(dw, 0x3F80);
-    // Code 0x7F is NaN: an f16 exponent of ones with a mantissa that is not zero.
-    const auto nan = hn::VecFromMask(dw, hn::Eq(hn::And(wide, ones), ones));
-    const auto half = hn::Or(hn::And(wide, hn::Set(dw, static_cast<std::int16_t>(0xBF80))),
-                             hn::And(nan, hn::Set(dw, 0x7C00)));
-    return hn::PromoteTo(d, hn::BitCast(dh, half));
+    const auto half = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(dw, bytes)),
+                              hn::Set(dw, static_cast<std::int16_t>(0xBF80)));
+    const V v = hn::PromoteTo(d, hn::BitCast(dh, half));
+    // Code 0x7F, NaN, reads as 480 / 256; the largest number is 448 / 256.
+    return hn::IfThenElse(hn::Gt(hn::Abs(v), hn::Set(d, 448.0f / kGain)), hn::NaN(d), v);
   }
 };
 
