@@ -1,0 +1,71 @@
+// Warpgroup matrix instructions: shared-memory descriptors and one wrapper an instruction shape.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace penstock::sm90 {
+
+// Matrix descriptor of a K-major tile in shared memory whose rows are 128 bytes wide and written
+// with the 128-byte swizzle: eight rows a swizzle atom, 1024 bytes from one atom to the next.
+// `address` is shared_address() of a tile aligned to 1024 bytes. One step of 32 bytes along K adds
+// 2; 8192 bytes (64 rows) add 512. Source: PTX ISA, "Matrix descriptor format".
+__device__ __forceinline__ std::uint64_t descriptor_k_major_128b(std::uint32_t address) {
+  constexpr std::uint64_t kLeadingByteOffset = 1;  // not used with a swizzle; 1 by convention
+  constexpr std::uint64_t kStrideByteOffset = 1024 >> 4;
+  constexpr std::uint64_t kSwizzle128 = 1;
+  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | (kLeadingByteOffset << 16) |
+         (kStrideByteOffset << 32) | (kSwizzle128 << 62);
+}
+
+// Orders register and shared-memory accesses of the warpgroup before its next matrix instructions.
+__device__ __forceinline__ void mma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void mma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most kPending committed groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void mma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving uses of an accumulator across the asynchronous instructions around
+// it.
+__device__ __forceinline__ void mma_pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// d[64 x 128] = a[64 x 32] b[128 x 32]^T (+ d if accumulate), E4M3 operands, f32 accumulation.
+// Thread t of the warpgroup holds d[4 j + 2 h + i] = element (16 (t / 32) + (t % 32) / 4 + 8 h, 8 j
+// + 2 (t % 4) + i).
+__device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint64_t a,
+                                                    std::uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+}  // namespace penstock::sm90
