@@ -16,7 +16,7 @@
 namespace penstock {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kMaxFloat = std::numeric_limits<float>::max();
 
@@ -110,7 +110,7 @@ TEST(BlockScaleTest, AroundPowersOfTwoAndLargestValues) {
     return mx_scale<E4M3>(abs_bits(x), MxScaleRule::kOcpFloor).bits;
   };
   const auto ceil8 = [](float x) { return mx_scale<E4M3>(abs_bits(x), MxScaleRule::kCeil).bits; };
-  const auto above = [](float x) { return std::nextafter(x, kInf); };
+  const auto above = [](float x) { return std::nextafter(x, kInfinity); };
   const auto below = [](float x) { return std::nextafter(x, 0.0f); };
   EXPECT_EQ(ocp4(4.0f), 127);
   EXPECT_EQ(ocp4(below(4.0f)), 126);
@@ -144,7 +144,7 @@ TEST(BlockScaleTest, AroundPowersOfTwoAndLargestValues) {
 }
 
 TEST(BlockScaleTest, NanAndInfMakeTheScaleNan) {
-  for (const float bad : {kInf, -kInf, kNan, -kNan}) {
+  for (const float bad : {kInfinity, -kInfinity, kNan, -kNan}) {
     std::array<float, 32> x{};
     x[5] = 3.0f;
     x[17] = bad;
@@ -173,7 +173,7 @@ TEST(BlockScaleTest, NanAndInfMakeTheScaleNan) {
 
 TEST(BlockScaleTest, AmaxKeepsNanWhereverItStands) {
   for (int at = 0; at < 4; ++at) {
-    std::array<float, 4> x{kInf, -5.0f, kMaxFloat, 0.0f};
+    std::array<float, 4> x{kInfinity, -5.0f, kMaxFloat, 0.0f};
     x[static_cast<std::size_t>(at)] = -kNan;
     EXPECT_GT(amax_bits(x.data(), 4), kF32InfBits);
     std::array<Bf16, 4> b{};

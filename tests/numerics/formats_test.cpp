@@ -12,7 +12,7 @@
 namespace penstock {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // Usable in constant expressions, on both signs.
@@ -172,13 +172,13 @@ TEST(FormatsTest, NanAndInfBecomeWhatTheHeaderSays) {
     EXPECT_EQ(E8M0::from_float_ceil(nan).bits, 0xFF);
     EXPECT_EQ(E8M0::from_float_floor(nan).bits, 0xFF);
   }
-  EXPECT_EQ(Bf16::from_float(-kInf).bits, 0xFF80);
+  EXPECT_EQ(Bf16::from_float(-kInfinity).bits, 0xFF80);
   EXPECT_EQ(Bf16::from_float(std::numeric_limits<float>::max()).bits, 0x7F80);
-  EXPECT_EQ(E4M3::from_float(-kInf).bits, 0xFE);
-  EXPECT_EQ(E4M3::from_float_no_saturate(-kInf).bits, 0x7F);
-  EXPECT_EQ(E5M2::from_float(-kInf).bits, 0xFB);
-  EXPECT_EQ(E5M2::from_float_no_saturate(-kInf).bits, 0xFC);
-  EXPECT_EQ(E2M1::from_float(-kInf).bits, 0xF);
+  EXPECT_EQ(E4M3::from_float(-kInfinity).bits, 0xFE);
+  EXPECT_EQ(E4M3::from_float_no_saturate(-kInfinity).bits, 0x7F);
+  EXPECT_EQ(E5M2::from_float(-kInfinity).bits, 0xFB);
+  EXPECT_EQ(E5M2::from_float_no_saturate(-kInfinity).bits, 0xFC);
+  EXPECT_EQ(E2M1::from_float(-kInfinity).bits, 0xF);
 }
 
 // decode then encode is the identity on every code but a NaN's, which becomes the canonical one;
