@@ -49,11 +49,9 @@ DeviceCopyEngine::DeviceCopyEngine(std::shared_ptr<DeviceRank> rank, std::shared
   const ScopedDevice scope(rank_->device());
   const std::size_t ring_bytes = sizeof(RingControl) + options.ring_slots * sizeof(RingSlot);
   for (Ring* ring : {&kernels_, &host_}) ring->memory = PinnedMemory(ring_bytes);
-  head_copy_ = PinnedMemory(sizeof(std::uint64_t));
-  PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
   const std::size_t words = 2 * kWordsPerLine + options.ring_slots;
   PENSTOCK_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&words_), words * sizeof(std::uint64_t)));
-  PENSTOCK_CUDA_CHECK(cudaMemset(words_, 0, words * sizeof(std::uint64_t)));
+  zero_device(words_, words * sizeof(std::uint64_t));
   for (std::size_t i = 0; i < kEvents; ++i) {
     cudaEvent_t event = nullptr;
     PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -74,7 +72,6 @@ DeviceCopyEngine::~DeviceCopyEngine() {
   if (!in_flight_.empty()) (void)cudaEventSynchronize(in_flight_.back().event);
   for (const Batch& batch : in_flight_) (void)cudaEventDestroy(batch.event);
   for (cudaEvent_t event : free_events_) (void)cudaEventDestroy(event);
-  if (side_ != nullptr) (void)cudaStreamDestroy(side_);
   if (words_ != nullptr) (void)cudaFree(words_);
 }
 
@@ -125,12 +122,9 @@ void DeviceCopyEngine::put(const PutDescriptor& descriptor) {
 
 std::uint64_t DeviceCopyEngine::posted_by_kernels() {
   const ScopedDevice scope(rank_->device());
-  auto* posted = head_copy_.as<std::uint64_t>();
-  PENSTOCK_CUDA_CHECK(
-      cudaMemcpyAsync(posted, words_, sizeof(*posted), cudaMemcpyDeviceToHost, side_));
-  PENSTOCK_CUDA_CHECK(
-      cudaStreamSynchronize(side_));  // one word by a copy engine: waits for no kernel
-  return *posted;
+  std::uint64_t posted = 0;
+  read_device(&posted, words_, sizeof(posted));  // one word by a copy engine: waits for no kernel
+  return posted;
 }
 
 void DeviceCopyEngine::quiet() {

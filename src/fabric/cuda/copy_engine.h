@@ -94,8 +94,6 @@ class DeviceCopyEngine : public Transport, public RearmHook, private ProxyClient
   Ring kernels_;
   Ring host_;
   std::uint64_t* words_ = nullptr;  // device: head, tail_seen (a line each), then the signal cells
-  PinnedMemory head_copy_;          // host copy of the kernels' head
-  cudaStream_t side_ = nullptr;
   DescriptorMerger merger_;
   std::vector<Taken> taken_;
   std::deque<Batch> in_flight_;

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/cuda/check.h"
+#include "fabric/cuda/driver.h"
 #include "penstock/core/error.h"
 
 namespace penstock::cuda {
@@ -49,7 +50,6 @@ std::shared_ptr<DeviceRank> DeviceRank::create(TeamHandle team, int device, int 
     rank->proxy_ = Proxy::for_device(device);
     rank->record_ = PinnedMemory(sizeof(PinnedWords));
     *rank->record_.as<PinnedWords>() = PinnedWords{};
-    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&rank->side_, cudaStreamNonBlocking));
     write_device(rank->word(kGenerationWord), &rank->generation_, sizeof(rank->generation_));
     std::vector<std::uint64_t*> abort_words;
     for (int r = 0; r < team->size(); ++r) {
@@ -59,8 +59,17 @@ std::shared_ptr<DeviceRank> DeviceRank::create(TeamHandle team, int device, int 
                  abort_words.size() * sizeof(std::uint64_t*));
     int available = 0;
     PENSTOCK_CUDA_CHECK(cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, device));
+    const int queues = connections();
     int sharing = 0;
     for (int r = 0; r < team->size(); ++r) sharing += mapping->same_device(r) ? 1 : 0;
+    // Their kernels, and the two streams of the process on this GPU (copies and words).
+    require(!team->in_process() || sharing == 1 || sharing + 2 <= queues, ErrorKind::kUnsupported,
+            [&] {
+              return fmt::format(
+                  "{} ranks of one process on GPU {} need {} hardware queues and there are {}: set "
+                  "CUDA_DEVICE_MAX_CONNECTIONS=32 before the first CUDA call",
+                  sharing, device, sharing + 2, queues);
+            });
     rank->sms_ = sms > 0 ? sms : available / sharing;
     require(rank->sms_ >= 1 && rank->sms_ <= available, ErrorKind::kUnsupported, [&] {
       return fmt::format("{} SMs for rank {}: GPU {} has {} for {} ranks", rank->sms_, team->rank(),
@@ -102,7 +111,6 @@ std::shared_ptr<DeviceRank> DeviceRank::create(TeamHandle team, int device, int 
 DeviceRank::~DeviceRank() {
   if (proxy_ != nullptr) proxy_->detach(this);
   if (team_ != nullptr) team_->remove_hook(this);
-  if (side_ != nullptr) (void)cudaStreamDestroy(side_);
   for (const auto& [stream, event] : launched_) (void)cudaEventDestroy(event);
 }
 
@@ -149,11 +157,12 @@ void DeviceRank::track(cudaStream_t stream) {
 void DeviceRank::abort() noexcept {
   const std::lock_guard lock(mutex_);
   if (aborted_) return;
+  const ScopedDevice scope(device_);
   auto* words = record_.as<PinnedWords>();
   words->abort_value = generation_;
   // A copy engine writes the word while kernels spin on it; nothing here waits for them.
   if (cudaMemcpyAsync(word(kAbortWord), &words->abort_value, sizeof(words->abort_value),
-                      cudaMemcpyHostToDevice, side_) == cudaSuccess) {
+                      cudaMemcpyHostToDevice, word_stream()) == cudaSuccess) {
     aborted_ = true;
   }
 }
@@ -218,8 +227,8 @@ void DeviceRank::resume(std::uint64_t floor) {
   words->generation_value = generation_;
   PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(word(kGenerationWord), &words->generation_value,
                                       sizeof(words->generation_value), cudaMemcpyHostToDevice,
-                                      side_));
-  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(side_));
+                                      word_stream()));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(word_stream()));
   reported_ = false;
   aborted_ = false;
   seen_aborted_ = {};

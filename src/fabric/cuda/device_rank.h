@@ -52,10 +52,12 @@ inline constexpr RegionTable<DeviceControlShape, 6> kDeviceControlTable{
 
 class DeviceRank : public RearmHook, private ProxyClient {
  public:
-  // Collective. `sms`: how many SMs this rank may fill, 0 for an equal share of the ranks on its
-  // GPU; ranks that share a GPU must be resident together, so the shares of one GPU may not add up
-  // to more than it has (Unsupported, with the sum). Throws Unsupported on every rank if one has no
-  // Hopper GPU.
+  // Collective. Ranks that share a GPU in one process need a hardware queue each, or a kernel of
+  // one waits behind a kernel that waits for it: Unsupported, naming CUDA_DEVICE_MAX_CONNECTIONS,
+  // if there are too few (see prepare_process()). `sms`: how many SMs this rank may fill, 0 for an
+  // equal share of the ranks on its GPU; ranks that share a GPU must be resident together, so the
+  // shares of one GPU may not add up to more than it has (Unsupported, with the sum). Throws
+  // Unsupported on every rank if one has no Hopper GPU.
   static std::shared_ptr<DeviceRank> create(TeamHandle team, int device, int sms = 0);
   ~DeviceRank() override;
 
@@ -99,8 +101,7 @@ class DeviceRank : public RearmHook, private ProxyClient {
   std::shared_ptr<Proxy> proxy_;
   std::shared_ptr<Window> control_;
   std::vector<SignalProbe> probes_;  // [ranks]
-  PinnedMemory record_;          // FaultRecord, then the value that abort() copies to the device
-  cudaStream_t side_ = nullptr;  // small host-to-device words; never carries anything that waits
+  PinnedMemory record_;  // FaultRecord, then the value that abort() copies to the device
   std::uint64_t* word(DeviceControlRegion region) const;
   std::uint64_t generation_ = kFirstGeneration;
   std::mutex mutex_;  // the fields below, and generation_ against the proxy thread

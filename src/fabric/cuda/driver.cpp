@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <cstdlib>
 
 #include "core/cuda/check.h"
 #include "penstock/core/error.h"
@@ -93,6 +94,18 @@ const Nvml& nvml() noexcept {
 }
 
 }  // namespace
+
+void prepare_process() {
+  (void)setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  (void)setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+}
+
+int connections() noexcept {
+  constexpr int kDriverDefault = 8;
+  const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const int value = text == nullptr ? 0 : std::atoi(text);
+  return value > 0 ? value : kDriverDefault;
+}
 
 const Driver& driver() {
   static const Driver loaded = load();

@@ -39,6 +39,17 @@ struct Driver {
 // driver, too old a driver, or the entry point. Thread-safe.
 const Driver& driver();
 
+// Settings that the driver reads once, when the first CUDA call of the process is made; call this
+// before it (the command and the tests do, first thing in main). Sets, where the environment does
+// not: CUDA_DEVICE_MAX_CONNECTIONS=32, so that streams of kernels that wait for each other get
+// hardware queues of their own, and CUDA_MODULE_LOADING=EAGER, so that no kernel is loaded behind
+// one that waits for it. Not thread-safe, like setenv.
+void prepare_process();
+
+// Hardware queues that the driver was told to use (CUDA_DEVICE_MAX_CONNECTIONS; 8 if unset, its
+// default).
+int connections() noexcept;
+
 // Throws Error(kBackend) with the driver's words unless status is CUDA_SUCCESS; out of memory
 // becomes Error(kResourceExhausted).
 void check(CUresult status, const char* call);

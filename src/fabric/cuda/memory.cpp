@@ -6,6 +6,9 @@
 
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <string>
 
 #include "core/cuda/check.h"
 #include "fabric/cuda/driver.h"
@@ -23,34 +26,37 @@ CUmemAllocationProp properties_of(int device) {
   return properties;
 }
 
-// Runs `enqueue(stream)` on a fresh stream and waits for it.
-template <typename Enqueue>
-void alone(Enqueue&& enqueue) {
-  cudaStream_t stream = nullptr;
-  PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  const cudaError_t enqueued = enqueue(stream);
-  const cudaError_t done = cudaStreamSynchronize(stream);
-  (void)cudaStreamDestroy(stream);
-  check(enqueued, "a set-up transfer");
-  check(done, "cudaStreamSynchronize");
-}
-
 }  // namespace
 
+cudaStream_t word_stream() {
+  static std::mutex mutex;
+  static std::map<int, cudaStream_t> streams;  // for the life of the process
+  int device = 0;
+  PENSTOCK_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  auto [at, fresh] = streams.try_emplace(device, nullptr);
+  if (fresh) {
+    int least = 0;
+    int greatest = 0;
+    PENSTOCK_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithPriority(&at->second, cudaStreamNonBlocking, greatest));
+  }
+  return at->second;
+}
+
 void zero_device(void* data, std::size_t bytes) {
-  alone([&](cudaStream_t stream) { return cudaMemsetAsync(data, 0, bytes, stream); });
+  PENSTOCK_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, word_stream()));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(word_stream()));
 }
 
 void write_device(void* data, const void* from, std::size_t bytes) {
-  alone([&](cudaStream_t stream) {
-    return cudaMemcpyAsync(data, from, bytes, cudaMemcpyDefault, stream);
-  });
+  PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(data, from, bytes, cudaMemcpyDefault, word_stream()));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(word_stream()));
 }
 
 void read_device(void* to, const void* data, std::size_t bytes) {
-  alone([&](cudaStream_t stream) {
-    return cudaMemcpyAsync(to, data, bytes, cudaMemcpyDefault, stream);
-  });
+  PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(to, data, bytes, cudaMemcpyDefault, word_stream()));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(word_stream()));
 }
 
 ScopedDevice::ScopedDevice(int device) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -40,9 +41,13 @@ struct PeerAccess {
 };
 PeerAccess peer_access(int accessor, int owner);
 
-// Small transfers of set-up code: on a stream of their own, returning when done. The legacy stream
-// would wait for, and hold up, kernels that other ranks run on the same device. The device of the
-// memory must be current.
+// The process's stream for small host-to-device and device-to-host words on the current device:
+// set-up, abort words, ring heads. Nothing on it ever waits for a kernel. One for all ranks,
+// because streams are a scarce thing: two that share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS)
+// run one behind the other, and a copy behind a kernel that waits for it never runs.
+cudaStream_t word_stream();
+
+// Small transfers on word_stream(), returning when done.
 void zero_device(void* data, std::size_t bytes);
 void write_device(void* data, const void* from, std::size_t bytes);
 void read_device(void* to, const void* data, std::size_t bytes);
