@@ -16,12 +16,6 @@ std::int64_t count_full(const ModelConfig& config) {
 
 }  // namespace
 
-PageTable::PageTable(std::int64_t pages) : total_(pages) {
-  free_.reserve(static_cast<std::size_t>(pages));
-  // Taken from the back: page 0 goes first.
-  for (std::int64_t page = pages - 1; page >= 0; --page) free_.push_back(page);
-}
-
 SequenceId PageTable::create() {
   const SequenceId id = next_++;
   sequences_[id].id = id;
@@ -46,8 +40,12 @@ void PageTable::remove(SequenceId id) {
 void PageTable::grow(Sequence& sequence, std::int64_t tokens) {
   const std::int64_t want = pages_for(tokens);
   while (static_cast<std::int64_t>(sequence.pages.size()) < want) {
-    sequence.pages.push_back(free_.back());
-    free_.pop_back();
+    if (free_.empty()) {
+      sequence.pages.push_back(never_used_++);
+    } else {
+      sequence.pages.push_back(free_.back());
+      free_.pop_back();
+    }
   }
 }
 

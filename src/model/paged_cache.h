@@ -32,13 +32,15 @@ struct Sequence {
 // Who holds which page. Not thread-safe: the engine's caller is alone.
 class PageTable {
  public:
-  explicit PageTable(std::int64_t pages);
+  explicit PageTable(std::int64_t pages) : total_(pages) {}
 
   SequenceId create();
   void remove(SequenceId id);
   Sequence& at(SequenceId id);
   const Sequence& at(SequenceId id) const;
-  std::int64_t free_pages() const { return static_cast<std::int64_t>(free_.size()); }
+  std::int64_t free_pages() const {
+    return total_ - never_used_ + static_cast<std::int64_t>(free_.size());
+  }
   std::int64_t total_pages() const { return total_; }
   static std::int64_t pages_for(std::int64_t tokens) {
     return (tokens + Engine::kPageTokens - 1) / Engine::kPageTokens;
@@ -66,7 +68,8 @@ class PageTable {
  private:
   std::int64_t total_;
   SequenceId next_ = 0;
-  std::vector<std::int64_t> free_;
+  std::int64_t never_used_ = 0;     // first page that has had no owner yet
+  std::vector<std::int64_t> free_;  // pages given back
   std::unordered_map<SequenceId, Sequence> sequences_;
 };
 

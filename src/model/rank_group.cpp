@@ -38,7 +38,7 @@ void RankGroup::stop() {
 void RankGroup::call(int rank) noexcept {
   const auto index = static_cast<std::size_t>(rank);
   try {
-    if (teams_[index]->faulted()) teams_[index]->rearm();
+    if (rearm_) teams_[index]->rearm();
     (*body_)(rank);
   } catch (...) {
     errors_[index] = std::current_exception();
@@ -68,6 +68,9 @@ void RankGroup::work(int rank) {
 void RankGroup::run(const std::function<void(int)>& body) {
   std::fill(errors_.begin(), errors_.end(), nullptr);
   body_ = &body;
+  // Asked once, before the ranks start: one that starts late must not take this run's own fault for
+  // an old one.
+  rearm_ = teams_[0]->faulted();
   if (!threads_.empty()) {
     {
       const std::scoped_lock lock(mutex_);

@@ -40,6 +40,7 @@ class RankGroup {
   std::condition_variable posted_;
   std::condition_variable ended_;
   const std::function<void(int)>* body_ = nullptr;
+  bool rearm_ = false;
   std::uint64_t job_ = 0;
   int running_ = 0;
   bool stop_ = false;
