@@ -1,0 +1,125 @@
+// Index arithmetic of the decode layer, the same source for hosts and kernels: how a layer's
+// matrices are cut into weight units, how units fall to CTAs, where hand-off packets lie.
+#pragma once
+
+#include <cstdint>
+
+#include "penstock/core/host_device.h"
+#include "penstock/ops/decode_layer/shape.h"
+
+namespace penstock::decode {
+
+// A weight unit: 8 output rows x unit_k columns of E4M3 in the order in which a warp's tensor-core
+// fragments read them, then four f32 scales. Byte j * 512 + lane * 16 + i of a unit (j < unit_k /
+// 64, lane < 32, i < 16) is row lane / 4, column 64 j + 16 (lane % 4) + i. The scales: for W_UK
+// scale j belongs to columns 64 j .. 64 j + 63; for all others scale 2 b + o belongs to columns
+// 128 b .. 128 b + 127 of the rows with row % 2 == o. A matrix is [tile][chunk] units, tile = row /
+// 8, chunk = column / unit_k.
+inline constexpr int kTileRows = 8;
+inline constexpr int kUnitColumns = 256;
+inline constexpr int kScaleBytes = 16;
+inline constexpr int kSlotBytes = kTileRows * kUnitColumns + kScaleBytes;
+// The router is bf16 and plain: a unit is up to 1024 columns of one row.
+inline constexpr int kRouterColumns = 1024;
+
+inline constexpr int kWarps = 16;
+inline constexpr int kThreads = kWarps * 32;
+inline constexpr int kSplitPicks = 64;  // picks of one attention task, whatever the row count
+inline constexpr int kChunkPicks = 32;
+inline constexpr int kMaxSplits = kMaxPicks / kSplitPicks;
+inline constexpr int kHeadGroup = 8;     // heads of one attention task: the N of an mma
+inline constexpr int kPacketValues = 6;  // bf16 values a 16-byte packet carries beside its tag
+inline constexpr int kPartialPackets = (kLatent + kPacketValues - 1) / kPacketValues + 1;
+inline constexpr int kMaxWaveUnits = 96;
+
+PENSTOCK_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// One matrix in units.
+struct MatrixPlan {
+  int tiles = 0;        // rows / 8
+  int unit_k = 0;       // columns of a unit
+  int chunks = 0;       // columns / unit_k
+  int block_tiles = 0;  // tiles of one block, the unit of work of a CTA
+  int blocks = 0;
+  int packets = 0;  // packets of one block and row: ceil(8 * block_tiles / 6)
+
+  PENSTOCK_HOST_DEVICE constexpr int unit_bytes() const { return kTileRows * unit_k + kScaleBytes; }
+  PENSTOCK_HOST_DEVICE constexpr std::int64_t bytes() const {
+    return static_cast<std::int64_t>(tiles) * chunks * unit_bytes();
+  }
+};
+
+PENSTOCK_HOST_DEVICE constexpr int unit_columns(int columns) {
+  return columns % 256 == 0 ? 256 : columns % 128 == 0 ? 128 : columns % 192 == 0 ? 192 : 64;
+}
+
+PENSTOCK_HOST_DEVICE constexpr MatrixPlan matrix_plan(int rows, int columns, int block_tiles) {
+  MatrixPlan m;
+  m.tiles = rows / kTileRows;
+  m.unit_k = unit_columns(columns);
+  m.chunks = columns / m.unit_k;
+  m.block_tiles = block_tiles;
+  m.blocks = ceil_div(m.tiles, block_tiles);
+  m.packets = ceil_div(kTileRows * block_tiles, kPacketValues);
+  return m;
+}
+
+// Everything that a launch needs to know about sizes. Plain data, passed by value to the kernel.
+struct DecodePlan {
+  int rows = 0;      // rows of one launch, at most 8
+  int capacity = 0;  // rows for which the mailboxes are laid out, at most 8
+  int hidden = 0;
+  int q_lora = 0;
+  int heads = 0;  // of this rank
+  int experts = 0;
+  int top_k = 0;
+  int inter = 0;  // of this rank
+  int ranks = 0;
+  int rank = 0;
+  int grid = 0;
+  int head_groups = 0;
+  MatrixPlan qkv_a, q_b, uk, uv, o, up_gate, down;  // up_gate, down: of one expert
+  int router_unit_k = 0;
+  int router_chunks = 0;
+  int router_rows = 0;     // experts of one CTA
+  int router_packets = 0;  // ceil(router_rows / 3)
+  int uv_parts = 0;        // UV tasks of one head and row
+  int ring_slots = 0;      // a warp
+  int act_bytes = 0;       // shared memory of the activation region
+  int wave_units = 0;
+  int smem_bytes = 0;
+  // Mailboxes, in packets from the start of one parity's half.
+  std::int64_t box_qkv_a = 0, box_q_b = 0, box_uk = 0, box_partial = 0, box_o = 0, box_a = 0;
+  std::int64_t box_router = 0, box_mid = 0, box_x = 0, box_packets = 0;
+  // Window (written by peers), in packets from the start of one parity's half.
+  std::int64_t win_attention = 0, win_experts = 0, win_packets = 0;
+
+  // What a [stage][rows] box is indexed by: ((row * blocks + block) * packets + j).
+  PENSTOCK_HOST_DEVICE constexpr int mid_packets() const { return inter / 4; }
+  PENSTOCK_HOST_DEVICE constexpr int uv_tasks(int rows_now) const {
+    return heads * rows_now * uv_parts;
+  }
+  PENSTOCK_HOST_DEVICE constexpr int uv_part_tiles() const { return kValue / 8 / uv_parts; }
+  PENSTOCK_HOST_DEVICE constexpr int uv_part_packets() const {
+    return ceil_div(kValue / uv_parts, kPacketValues);
+  }
+};
+
+// Byte offsets of the parts of one layer's prepared weights; all multiples of 256.
+struct WeightLayout {
+  std::int64_t qkv_a, q_b, uk, uv, o, router, up_gate, down;
+  std::int64_t norm_input, norm_q, norm_kv, norm_post, bias;  // f32
+  std::int64_t bytes;
+};
+
+// Plan for a shape on a device with `sms` multiprocessors to use and `smem_limit` bytes of shared
+// memory a block. `rows_now` rows are laid out (1 .. 8). Throws Unsupported where it cannot fit.
+DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows_now);
+
+// Largest number of rows one launch can take: what fits in shared memory, at most 8.
+int rows_per_launch(const DecodeShape& shape, int sms, int smem_limit);
+
+// Independent of CTA count, rows and device.
+WeightLayout weight_layout(const DecodeShape& shape);
+
+}  // namespace penstock::decode

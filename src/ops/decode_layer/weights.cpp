@@ -1,0 +1,288 @@
+#include "penstock/ops/decode_layer/weights.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <string>
+
+#include "penstock/core/error.h"
+
+namespace penstock::decode {
+namespace {
+
+constexpr int kHeadRows = kNope + kValue;  // of W_kv_b
+
+void check_tensor(const std::string& name, const TensorView& view, DType dtype,
+                  std::initializer_list<std::int64_t> want) {
+  const std::string wanted =
+      describe_shape(std::span<const std::int64_t>(want.begin(), want.size()));
+  require(view.data != nullptr, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("decode_layer: tensor {} is missing, wanted {} {}", name, wanted,
+                       to_string(dtype));
+  });
+  require(view.dtype == dtype, ErrorKind::kUnsupported, [&] {
+    return fmt::format("decode_layer: tensor {} is {}, supported is {}", name, describe(view),
+                       to_string(dtype));
+  });
+  require(view.has_shape(want), ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("decode_layer: tensor {} is {}, wanted {}", name, describe(view), wanted);
+  });
+}
+
+void check_matrix(const std::string& name, const Fp8Matrix& m, std::int64_t rows,
+                  std::int64_t cols) {
+  check_tensor(name, m.data, DType::kE4M3, {rows, cols});
+  require(m.scale.data == nullptr || m.scale.rank == 2, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "decode_layer: the scales of {} are {}, i.e. not per 128x128 block; per-channel scales are "
+        "not supported by this kernel",
+        name, describe(m.scale));
+  });
+  check_tensor(name + " scale", m.scale, DType::kF32, {(rows + 127) / 128, (cols + 127) / 128});
+}
+
+// Reads a checkpoint matrix: codes and scales by global row and column.
+struct Source {
+  const Fp8Matrix* m;
+  std::int64_t cols;
+  std::int64_t scale_cols;
+  explicit Source(const Fp8Matrix& matrix)
+      : m(&matrix), cols(matrix.data.dim(1)), scale_cols(matrix.scale.dim(1)) {}
+  const std::uint8_t* at(std::int64_t row, std::int64_t col) const {
+    return m->data.as<std::uint8_t>() + row * cols + col;
+  }
+  float scale(std::int64_t row, std::int64_t col) const {
+    return m->scale.as<float>()[row / 128 * scale_cols + col / 128];
+  }
+};
+
+[[noreturn]] void refuse_nan(const char* name, std::int64_t row, std::int64_t col) {
+  throw_error(ErrorKind::kUnsupported,
+              fmt::format("decode_layer: weight {} holds NaN at [{}, {}]; a layer with NaN weights "
+                          "has no defined result",
+                          name, row, col));
+}
+
+// Packs a matrix of row-contiguous columns. source_of(row) gives (source, source row); columns
+// start at `column0` of the source.
+template <typename SourceOf>
+void pack(const char* name, int rows, int columns, std::int64_t column0, SourceOf&& source_of,
+          std::uint8_t* out) {
+  const MatrixPlan plan = matrix_plan(rows, columns, 1);
+  for (int tile = 0; tile < plan.tiles; ++tile) {
+    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+      float scales[4] = {0, 0, 0, 0};
+      for (int r = 0; r < kTileRows; ++r) {
+        const auto [source, row] = source_of(tile * kTileRows + r);
+        const std::int64_t column = column0 + static_cast<std::int64_t>(chunk) * plan.unit_k;
+        const std::uint8_t* from = source.at(row, column);
+        for (int k = 0; k < plan.unit_k; ++k) {
+          if ((from[k] & 0x7F) == 0x7F) refuse_nan(name, row, column + k);
+        }
+        for (int k = 0; k < plan.unit_k; k += 16) {
+          std::memcpy(out + k / 64 * 512 + (r * 4 + k % 64 / 16) * 16, from + k, 16);
+        }
+        for (int b = 0; b * 128 < plan.unit_k && r < 2; ++b) {
+          scales[2 * b + r] = source.scale(row, column + b * 128);
+        }
+      }
+      std::memcpy(out + kTileRows * plan.unit_k, scales, sizeof(scales));
+      out += plan.unit_bytes();
+    }
+  }
+}
+
+void widen_bf16(const TensorView& from, std::uint8_t* out) {
+  for (std::int64_t i = 0; i < from.elements(); ++i) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(from.as<std::uint16_t>()[i]) << 16;
+    std::memcpy(out + i * 4, &bits, 4);
+  }
+}
+
+}  // namespace
+
+void validate(const DecodeShape& shape, const LayerTensors& t) {
+  validate(shape);
+  const std::int64_t h = shape.hidden;
+  const std::int64_t inter = shape.intermediate;
+  check_matrix("q_a_proj", t.q_a, shape.q_lora, h);
+  check_matrix("kv_a_proj_with_mqa", t.kv_a, kKvRow, h);
+  check_matrix("q_b_proj", t.q_b, static_cast<std::int64_t>(shape.heads) * kQueryHead,
+               shape.q_lora);
+  check_matrix("kv_b_proj", t.kv_b, static_cast<std::int64_t>(shape.heads) * kHeadRows, kLatent);
+  check_matrix("o_proj", t.o, h, static_cast<std::int64_t>(shape.heads) * kValue);
+  check_tensor("input_layernorm", t.norm_input, DType::kBF16, {h});
+  check_tensor("q_a_layernorm", t.norm_q, DType::kBF16, {shape.q_lora});
+  check_tensor("kv_a_layernorm", t.norm_kv, DType::kBF16, {kLatent});
+  check_tensor("post_attention_layernorm", t.norm_post, DType::kBF16, {h});
+  check_tensor("mlp.gate", t.router, DType::kBF16, {shape.experts, h});
+  check_tensor("e_score_correction_bias", t.bias, DType::kF32, {shape.experts});
+  const auto experts = static_cast<std::size_t>(shape.experts);
+  require(t.gate.size() == experts && t.up.size() == experts && t.down.size() == experts,
+          ErrorKind::kInvalidArgument, [&] {
+            return fmt::format(
+                "decode_layer: {} gate, {} up and {} down matrices given for {} experts",
+                t.gate.size(), t.up.size(), t.down.size(), experts);
+          });
+  for (std::size_t e = 0; e < experts; ++e) {
+    check_matrix(fmt::format("experts.{}.gate_proj", e), t.gate[e], inter, h);
+    check_matrix(fmt::format("experts.{}.up_proj", e), t.up[e], inter, h);
+    check_matrix(fmt::format("experts.{}.down_proj", e), t.down[e], h, inter);
+  }
+  check_matrix("shared_experts.gate_proj", t.shared_gate, inter, h);
+  check_matrix("shared_experts.up_proj", t.shared_up, inter, h);
+  check_matrix("shared_experts.down_proj", t.shared_down, h, inter);
+}
+
+void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<std::uint8_t> out) {
+  validate(shape, t);
+  const WeightLayout layout = weight_layout(shape);
+  require(static_cast<std::int64_t>(out.size()) == layout.bytes, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("decode_layer: {} bytes given for prepared weights of {} bytes", out.size(),
+                       layout.bytes);
+  });
+  std::memset(out.data(), 0, out.size());
+  std::uint8_t* const base = out.data();
+  const int heads = shape.local_heads();
+  const int inter = shape.local_intermediate();
+  const int head0 = shape.rank * heads;
+  struct Row {
+    const Source& source;
+    std::int64_t row;
+  };
+
+  const Source q_a(t.q_a);
+  const Source kv_a(t.kv_a);
+  pack(
+      "q_a_proj / kv_a_proj_with_mqa", shape.q_lora + kKvRow, shape.hidden, 0,
+      [&](int row) {
+        return row < shape.q_lora ? Row{q_a, row} : Row{kv_a, row - shape.q_lora};
+      },
+      base + layout.qkv_a);
+  const Source q_b(t.q_b);
+  pack(
+      "q_b_proj", heads * kQueryHead, shape.q_lora, 0,
+      [&](int row) {
+        return Row{q_b, head0 * kQueryHead + row};
+      },
+      base + layout.q_b);
+
+  const Source kv_b(t.kv_b);
+  const MatrixPlan uk = matrix_plan(heads * kLatent, kNope, 1);
+  for (int tile = 0; tile < uk.tiles; ++tile) {
+    std::uint8_t* unit = base + layout.uk + static_cast<std::int64_t>(tile) * uk.unit_bytes();
+    const std::int64_t row0 =
+        static_cast<std::int64_t>(head0 + tile * kTileRows / kLatent) * kHeadRows;
+    const int latent0 = tile * kTileRows % kLatent;
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int k = 0; k < kNope; ++k) {
+        const std::uint8_t code = *kv_b.at(row0 + k, latent0 + r);
+        if ((code & 0x7F) == 0x7F) refuse_nan("kv_b_proj", row0 + k, latent0 + r);
+        unit[k / 64 * 512 + (r * 4 + k % 64 / 16) * 16 + k % 16] = code;
+      }
+    }
+    for (int j = 0; j < kNope / 64; ++j) {
+      const float scale = kv_b.scale(row0 + 64 * j, latent0);
+      std::memcpy(unit + kTileRows * kNope + j * 4, &scale, 4);
+    }
+  }
+  pack(
+      "kv_b_proj", heads * kValue, kLatent, 0,
+      [&](int row) {
+        return Row{kv_b, static_cast<std::int64_t>(head0 + row / kValue) * kHeadRows + kNope +
+                             row % kValue};
+      },
+      base + layout.uv);
+  const Source o(t.o);
+  pack(
+      "o_proj", shape.hidden, heads * kValue, static_cast<std::int64_t>(head0) * kValue,
+      [&](int row) {
+        return Row{o, row};
+      },
+      base + layout.o);
+
+  std::memcpy(base + layout.router, t.router.data, static_cast<std::size_t>(t.router.bytes()));
+  const std::int64_t up_gate_bytes = matrix_plan(2 * inter, shape.hidden, 1).bytes();
+  const std::int64_t down_bytes = matrix_plan(shape.hidden, inter, 1).bytes();
+  for (int e = 0; e <= shape.experts; ++e) {
+    const auto index = static_cast<std::size_t>(e);
+    const Source gate(e == shape.experts ? t.shared_gate : t.gate[index]);
+    const Source up(e == shape.experts ? t.shared_up : t.up[index]);
+    const Source down(e == shape.experts ? t.shared_down : t.down[index]);
+    pack(
+        "gate_proj / up_proj", 2 * inter, shape.hidden, 0,
+        [&](int row) {
+          return Row{row % 2 == 0 ? gate : up,
+                     static_cast<std::int64_t>(shape.rank) * inter + row / 2};
+        },
+        base + layout.up_gate + e * up_gate_bytes);
+    pack(
+        "down_proj", shape.hidden, inter, static_cast<std::int64_t>(shape.rank) * inter,
+        [&](int row) {
+          return Row{down, row};
+        },
+        base + layout.down + e * down_bytes);
+  }
+  widen_bf16(t.norm_input, base + layout.norm_input);
+  widen_bf16(t.norm_q, base + layout.norm_q);
+  widen_bf16(t.norm_kv, base + layout.norm_kv);
+  widen_bf16(t.norm_post, base + layout.norm_post);
+  std::memcpy(base + layout.bias, t.bias.data, static_cast<std::size_t>(t.bias.bytes()));
+}
+
+WeightElement prepared_element(const DecodeShape& shape, std::span<const std::uint8_t> prepared,
+                               WeightPart part, int expert, int row, int column) {
+  const WeightLayout layout = weight_layout(shape);
+  const int heads = shape.local_heads();
+  const int inter = shape.local_intermediate();
+  int rows = 0;
+  int columns = 0;
+  std::int64_t at = 0;
+  switch (part) {
+    case WeightPart::kQkvA:
+      rows = shape.q_lora + kKvRow, columns = shape.hidden, at = layout.qkv_a;
+      break;
+    case WeightPart::kQB:
+      rows = heads * kQueryHead, columns = shape.q_lora, at = layout.q_b;
+      break;
+    case WeightPart::kUk:
+      rows = heads * kLatent, columns = kNope, at = layout.uk;
+      break;
+    case WeightPart::kUv:
+      rows = heads * kValue, columns = kLatent, at = layout.uv;
+      break;
+    case WeightPart::kO:
+      rows = shape.hidden, columns = heads * kValue, at = layout.o;
+      break;
+    case WeightPart::kUpGate:
+      rows = 2 * inter, columns = shape.hidden, at = layout.up_gate;
+      break;
+    case WeightPart::kDown:
+      rows = shape.hidden, columns = inter, at = layout.down;
+      break;
+  }
+  const bool per_expert = part == WeightPart::kUpGate || part == WeightPart::kDown;
+  require(row >= 0 && row < rows && column >= 0 && column < columns && expert >= 0 &&
+              expert <= (per_expert ? shape.experts : 0) &&
+              static_cast<std::int64_t>(prepared.size()) == layout.bytes,
+          ErrorKind::kInvalidArgument, [&] {
+            return fmt::format(
+                "decode_layer: element [{}, {}] of expert {} does not exist in a part of [{}, {}], "
+                "or {} bytes are not the {} of the layout",
+                row, column, expert, rows, columns, prepared.size(), layout.bytes);
+          });
+  const MatrixPlan plan = matrix_plan(rows, columns, 1);
+  const std::uint8_t* unit =
+      prepared.data() + at + expert * plan.bytes() +
+      (static_cast<std::int64_t>(row / kTileRows) * plan.chunks + column / plan.unit_k) *
+          plan.unit_bytes();
+  const int r = row % kTileRows;
+  const int k = column % plan.unit_k;
+  WeightElement element{};
+  element.code = unit[k / 64 * 512 + (r * 4 + k % 64 / 16) * 16 + k % 16];
+  const int scale = part == WeightPart::kUk ? k / 64 : k / 128 * 2 + r % 2;
+  std::memcpy(&element.scale, unit + kTileRows * plan.unit_k + scale * 4, 4);
+  return element;
+}
+
+}  // namespace penstock::decode

@@ -1,0 +1,231 @@
+// decode_layer without a GPU: what shapes and tensors are refused, the weight layout's inverse, and
+// the CPU operator's own properties (independence of rows, padding, sharding).
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "ops/decode_layer/random_layer.h"
+#include "penstock/core/error.h"
+#include "penstock/ops/decode_layer/plan.h"
+
+namespace penstock::decode::test {
+namespace {
+
+constexpr int kH200Sms = 132;
+constexpr int kH200Smem = 232448;
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(DecodeShape, RefusalsNameTheValueAndTheReason) {
+  DecodeShape s = tiny_shape();
+  validate(s);
+  s.rows = 17;
+  EXPECT_NE(message_of([&] { validate(s); }).find("rows is 17"), std::string::npos);
+  s = tiny_shape();
+  s.ranks = 3;
+  EXPECT_NE(message_of([&] { validate(s); }).find("3 ranks"), std::string::npos);
+  s = tiny_shape();
+  s.hidden = 250;
+  EXPECT_NE(message_of([&] { validate(s); }).find("hidden is 250"), std::string::npos);
+  s = tiny_shape();
+  s.ranks = 8;  // slices of 32 columns
+  EXPECT_NE(message_of([&] { validate(s); }).find("intermediate is 256"), std::string::npos);
+  s = tiny_shape();
+  s.top_k = 8;
+  s.experts = 4;
+  EXPECT_NE(message_of([&] { validate(s); }).find("exceeds"), std::string::npos);
+  s = DecodeShape{};
+  s.intermediate = 2048 + 64;
+  EXPECT_NE(message_of([&] { validate(s); }).find("2112"), std::string::npos);
+}
+
+TEST(DecodePlan, FitsEveryRankCountOfGlm5) {
+  for (const int ranks : {1, 2, 4, 8}) {
+    DecodeShape s;
+    s.ranks = ranks;
+    s.rows = 16;
+    const int rows = rows_per_launch(s, kH200Sms, kH200Smem);
+    EXPECT_GE(rows, 1);
+    if (ranks == 8) {
+      EXPECT_EQ(rows, 8);
+    }
+    for (int r = 1; r <= rows; ++r) {
+      const DecodePlan p = make_plan(s, kH200Sms, kH200Smem, r);
+      EXPECT_LE(p.smem_bytes, kH200Smem);
+      EXPECT_GE(p.ring_slots, 2);
+      // Every CTA owns exactly one block of hidden columns.
+      EXPECT_EQ(p.o.blocks, p.grid);
+      EXPECT_LE(p.grid, kH200Sms);
+      // Boxes lie behind one another.
+      EXPECT_LT(p.box_x, p.box_packets);
+      EXPECT_LE(p.uv_tasks(r) * p.uv_part_packets(), p.box_a - p.box_o);
+    }
+  }
+}
+
+TEST(DecodePlan, RefusesASmallSmBudgetWithTheNumberNeeded) {
+  EXPECT_NE(message_of([] { make_plan(DecodeShape{}, 64, kH200Smem, 1); }).find("at least 96"),
+            std::string::npos);
+}
+
+TEST(DecodeWeights, PreparedElementsAreTheCheckpoints) {
+  for (const int ranks : {1, 2, 4}) {
+    DecodeShape s = tiny_shape();
+    s.ranks = ranks;
+    const RandomLayer layer(s, 7);
+    const LayerTensors& t = layer.tensors;
+    const auto at = [](const Fp8Matrix& m, std::int64_t row, std::int64_t col) {
+      return std::pair(m.data.as<std::uint8_t>()[row * m.data.dim(1) + col],
+                       m.scale.as<float>()[row / 128 * m.scale.dim(1) + col / 128]);
+    };
+    for (s.rank = 0; s.rank < ranks; ++s.rank) {
+      std::vector<std::uint8_t> prepared(static_cast<std::size_t>(weight_layout(s).bytes));
+      prepare_weights(s, t, prepared);
+      const auto expect = [&](WeightPart part, int expert, int row, int col, const Fp8Matrix& m,
+                              std::int64_t from_row, std::int64_t from_col) {
+        const WeightElement e = prepared_element(s, prepared, part, expert, row, col);
+        const auto [code, scale] = at(m, from_row, from_col);
+        ASSERT_EQ(e.code, code) << "row " << row << " column " << col;
+        ASSERT_EQ(e.scale, scale) << "row " << row << " column " << col;
+      };
+      const int heads = s.local_heads();
+      const int inter = s.local_intermediate();
+      for (int r = 0; r < s.q_lora + kKvRow; ++r) {
+        for (int c = 0; c < s.hidden; ++c) {
+          if (r < s.q_lora) {
+            expect(WeightPart::kQkvA, 0, r, c, t.q_a, r, c);
+          } else {
+            expect(WeightPart::kQkvA, 0, r, c, t.kv_a, r - s.q_lora, c);
+          }
+        }
+      }
+      for (int h = 0; h < heads; ++h) {
+        const int global = s.rank * heads + h;
+        for (int r = 0; r < kQueryHead; ++r) {
+          for (int c = 0; c < s.q_lora; ++c) {
+            expect(WeightPart::kQB, 0, h * kQueryHead + r, c, t.q_b, global * kQueryHead + r, c);
+          }
+        }
+        for (int l = 0; l < kLatent; ++l) {
+          for (int d = 0; d < kNope; ++d) {
+            expect(WeightPart::kUk, 0, h * kLatent + l, d, t.kv_b, global * 448 + d, l);
+          }
+          for (int v = 0; v < kValue; ++v) {
+            expect(WeightPart::kUv, 0, h * kValue + v, l, t.kv_b, global * 448 + kNope + v, l);
+          }
+        }
+        for (int r = 0; r < s.hidden; ++r) {
+          for (int v = 0; v < kValue; ++v) {
+            expect(WeightPart::kO, 0, r, h * kValue + v, t.o, r, global * kValue + v);
+          }
+        }
+      }
+      for (const int e : {0, 3, 15, 16}) {
+        const auto i = static_cast<std::size_t>(e);
+        const Fp8Matrix& gate = e == 16 ? t.shared_gate : t.gate[i];
+        const Fp8Matrix& up = e == 16 ? t.shared_up : t.up[i];
+        const Fp8Matrix& down = e == 16 ? t.shared_down : t.down[i];
+        for (int r = 0; r < inter; ++r) {
+          for (int c = 0; c < s.hidden; ++c) {
+            expect(WeightPart::kUpGate, e, 2 * r, c, gate, s.rank * inter + r, c);
+            expect(WeightPart::kUpGate, e, 2 * r + 1, c, up, s.rank * inter + r, c);
+            expect(WeightPart::kDown, e, c, r, down, c, s.rank * inter + r);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DecodeWeights, RefusesWrongTensorsWithTheReason) {
+  const DecodeShape s = tiny_shape();
+  const RandomLayer layer(s, 8);
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(weight_layout(s).bytes));
+  LayerTensors t = layer.tensors;
+  t.q_a.data.shape[0] = 64;
+  EXPECT_NE(message_of([&] { prepare_weights(s, t, out); }).find("q_a_proj"), std::string::npos);
+  t = layer.tensors;
+  t.router.dtype = DType::kF16;
+  EXPECT_NE(message_of([&] { prepare_weights(s, t, out); }).find("BF16"), std::string::npos);
+  t = layer.tensors;
+  t.o.scale.rank = 1;
+  EXPECT_NE(message_of([&] { prepare_weights(s, t, out); }).find("per-channel"), std::string::npos);
+  t = layer.tensors;
+  t.down.pop_back();
+  EXPECT_NE(message_of([&] { prepare_weights(s, t, out); }).find("15 down"), std::string::npos);
+  t = layer.tensors;
+  auto* bytes = const_cast<std::uint8_t*>(t.shared_up.data.as<std::uint8_t>());
+  const std::uint8_t saved = bytes[300];
+  bytes[300] = 0xFF;
+  EXPECT_NE(message_of([&] { prepare_weights(s, t, out); }).find("NaN"), std::string::npos);
+  bytes[300] = saved;
+  out.pop_back();
+  EXPECT_NE(message_of([&] { prepare_weights(s, layer.tensors, out); }).find("bytes"),
+            std::string::npos);
+}
+
+TEST(DecodeReference, RowsDoNotDependOnEachOtherOrOnPadding) {
+  DecodeShape s = tiny_shape();
+  s.rows = 3;
+  const RandomLayer layer(s, 9);
+  for (const KvFormat format : {KvFormat::kBf16, KvFormat::kFp8Scaled, KvFormat::kFp8}) {
+    RandomCache cache(format, 8, 10);
+    RandomCache untouched = cache;
+    const RandomStep step(s, cache.slots(), {70, -1, 5}, 11);
+    const auto h = static_cast<std::size_t>(s.hidden);
+    std::vector<std::uint16_t> out(3 * h, 0x1234);
+    run_reference_layer(s, layer.tensors, step.input(), cache.host(), cache.slots(), step.x, out);
+    for (std::size_t i = 0; i < h; ++i) ASSERT_EQ(out[h + i], 0x1234);
+    // The last row alone.
+    DecodeShape one = s;
+    one.rows = 1;
+    RandomCache again = untouched;
+    std::vector<std::int32_t> offsets = {0, step.pick_offsets[3] - step.pick_offsets[2]};
+    const StepInput alone{
+        std::span(step.positions).subspan(2), std::span(step.slots).subspan(2), offsets,
+        std::span(step.picks).subspan(static_cast<std::size_t>(step.pick_offsets[2]))};
+    std::vector<std::uint16_t> single(h);
+    run_reference_layer(one, layer.tensors, alone, again.host(), cache.slots(),
+                        std::span(step.x).subspan(2 * h), single);
+    for (std::size_t i = 0; i < h; ++i) ASSERT_EQ(out[2 * h + i], single[i]);
+    // Exactly the two new rows changed.
+    std::size_t changed = 0;
+    for (std::int64_t slot = 0; slot < cache.slots(); ++slot) {
+      changed += std::memcmp(cache.row_of(slot), untouched.row_of(slot),
+                             static_cast<std::size_t>(kv_row_bytes(format))) != 0;
+    }
+    EXPECT_EQ(changed, 2U);
+  }
+}
+
+TEST(DecodeReference, ShardsAddUpToTheWholeLayer) {
+  DecodeShape s = tiny_shape();
+  s.rows = 2;
+  const RandomLayer layer(s, 12);
+  std::vector<float> whole;
+  for (const int ranks : {1, 2, 4}) {
+    s.ranks = ranks;
+    RandomCache cache(KvFormat::kBf16, 8, 13);
+    const RandomStep step(s, cache.slots(), {100, 33}, 14);
+    std::vector<std::uint16_t> out(step.x.size());
+    run_reference_layer(s, layer.tensors, step.input(), cache.host(), cache.slots(), step.x, out);
+    std::vector<float> values;
+    for (const std::uint16_t bits : out) values.push_back(bf16_value(bits));
+    if (ranks == 1) {
+      whole = values;
+    } else {
+      EXPECT_LT(relative_l2(values, whole), 5e-3) << ranks << " ranks";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace penstock::decode::test
