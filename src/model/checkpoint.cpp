@@ -224,13 +224,11 @@ std::optional<Problem> Checkpoint::State::resolve_e4m3(const std::string& name, 
   const bool block_shape =
       out.scale.has_shape({ceil_div(out.rows, kFp8BlockSize), ceil_div(out.cols, kFp8BlockSize)});
   const bool channel_shape = out.scale.has_shape({out.rows}) || out.scale.has_shape({out.rows, 1});
-  if (by_block && block_shape) {
+  if (block_shape && (by_block || !channel_shape)) {
+    // compressed-tensors' block strategy stores the same numbers under the channel scale's name.
     out.format = WeightFormat::kFp8Block;
   } else if (!by_block && channel_shape) {
     out.format = WeightFormat::kFp8Channel;
-  } else if (!by_block && block_shape) {
-    // compressed-tensors' block strategy stores the same numbers under the channel scale's name.
-    out.format = WeightFormat::kFp8Block;
   } else {
     return Problem{false, fmt::format("{} is {}, which does not fit {} {}", scale_name,
                                       describe(out.scale), plain, describe(view))};

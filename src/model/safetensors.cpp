@@ -230,6 +230,7 @@ std::vector<NamedTensor> parse_safetensors_header(std::string_view header, const
     }
     position = entry.end;
     // Integer arithmetic: `data` may be null where only the header is of interest.
+    // NOLINTNEXTLINE(performance-no-int-to-ptr)
     entry.tensor.view.data = reinterpret_cast<const void*>(
         reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(entry.begin));
     out.push_back(std::move(entry.tensor));
@@ -402,7 +403,8 @@ void SafetensorsFile::release(const TensorView& view) const noexcept {
   const std::uintptr_t first = (begin + page - 1) / page * page;
   const std::uintptr_t last = end / page * page;
   // The mapping is read-only and backed by the file, so a later read only faults the page in again.
-  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  if (first >= last) return;
+  ::madvise(static_cast<std::byte*>(state_->mapping) + (first - base), last - first, MADV_DONTNEED);
 }
 
 // ---- writing -----------------------------------------------------------------------------------

@@ -443,7 +443,8 @@ RC_GTEST_PROP(SafetensorsProperty, WhatIsWrittenIsRead, ()) {
     const TensorView& got = file.at(want.name);
     RC_ASSERT(describe(got) == describe(want.view));
     const auto bytes = static_cast<std::size_t>(want.view.bytes());
-    RC_ASSERT(bytes == 0U || std::memcmp(got.data, want.view.data, bytes) == 0);
+    const bool equal = bytes == 0 || std::memcmp(got.data, want.view.data, bytes) == 0;
+    RC_ASSERT(equal);
   }
 }
 
