@@ -59,7 +59,6 @@ double quantile(std::vector<double> v, double q) {
 struct Options {
   std::vector<std::string> models{"glm5"};
   std::vector<std::int64_t> tokens{4096};
-  std::vector<int> staggers{1};
   int rounds = 20;
   int ranks = 8;
   int ctas = 0;
@@ -150,7 +149,7 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.inverse = DeviceBuffer<RowPlace>(inverse);
   const auto tiles = static_cast<std::size_t>(mine.tiles());
   const std::int64_t stride = worst_rows_per_pair(s.shape);
-  s.words = DeviceBuffer<std::int32_t>(2 + 2 * tiles + (tiles + 1) * kMaxRanks +
+  s.words = DeviceBuffer<std::int32_t>(2 + 3 * tiles + (tiles + 1) * kMaxRanks +
                                        static_cast<std::size_t>(stride) * kMaxRanks);
   s.words.fill(0);
   s.place = DeviceBuffer<RowPlace>(capacity);
@@ -162,8 +161,9 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.plan_out.tile_count = next++;
   s.plan_out.tile_expert = next;
   s.plan_out.tile_rows = next + tiles;
-  s.plan_out.prefix = next + 2 * tiles;
-  s.plan_out.row_table = next + 2 * tiles + (tiles + 1) * kMaxRanks;
+  s.plan_out.tile_mate = next + 2 * tiles;
+  s.plan_out.prefix = next + 3 * tiles;
+  s.plan_out.row_table = next + 3 * tiles + (tiles + 1) * kMaxRanks;
   s.plan_out.row_table_stride = stride;
   s.plan_out.place = s.place.data();
   s.plan_in.expert_rows = s.expert_rows.data();
@@ -314,45 +314,39 @@ int measure(const Options& options) {
       args.tile_count = s.plan_out.tile_count;
       args.tile_expert = s.plan_out.tile_expert;
       args.tile_rows = s.plan_out.tile_rows;
+      args.tile_mate = s.plan_out.tile_mate;
       args.place = s.place.data();
       args.tiles_per_chunk = 16;
       args.chunk_epoch = 1;
       const double operand_bytes =
           static_cast<double>(s.rows) * model->intermediate * (1.0 + 4.0 / 128) +
           static_cast<double>(s.weight.bytes() + s.weight_scales.bytes());
-      for (const int stagger : options.staggers) {
-        args.stagger_blocks = stagger;
-        const std::string suffix =
-            options.staggers.size() > 1 ? fmt::format("_stagger{}", stagger) : "";
-        for (const WireFormat wire : {WireFormat::kBf16, WireFormat::kFp8}) {
-          for (const bool counted : {false, true}) {
-            GroupedGemmArgs a = args;
-            a.runs = bases_of(s, s.runs.data(), wire);
-            if (counted) {
-              a.chunk_counters = s.counters.data();
-              a.chunk_flags = s.flags.data();
-            }
-            const std::string name =
-                fmt::format("gemm_{}{}{}", wire == WireFormat::kBf16 ? "bf16" : "fp8",
-                            counted ? "_counted" : "", suffix);
-            const Setup* setup = &s;
-            variants.push_back(
-                {name,
-                 [a, setup, wire, ctas](cudaStream_t on) {
-                   PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(a, setup->maps, wire, ctas, on));
-                 },
-                 flop,
-                 operand_bytes +
-                     static_cast<double>(s.rows) * static_cast<double>(a.runs.row_bytes),
-                 {}});
-            variants.back().run(nullptr);
-            PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
-            const double error = sample_error(s, wire, a);
-            const bool good = error < (wire == WireFormat::kBf16 ? 1e-2 : 5e-2);
-            correct = correct && good;
-            std::cerr << fmt::format("check {} {} tokens {}: sampled relative error {:.2e} {}\n",
-                                     model->name, name, tokens, error, good ? "ok" : "WRONG");
+      for (const WireFormat wire : {WireFormat::kBf16, WireFormat::kFp8}) {
+        for (const bool counted : {false, true}) {
+          GroupedGemmArgs a = args;
+          a.runs = bases_of(s, s.runs.data(), wire);
+          if (counted) {
+            a.chunk_counters = s.counters.data();
+            a.chunk_flags = s.flags.data();
           }
+          const std::string name = fmt::format(
+              "gemm_{}{}", wire == WireFormat::kBf16 ? "bf16" : "fp8", counted ? "_counted" : "");
+          const Setup* setup = &s;
+          variants.push_back(
+              {name,
+               [a, setup, wire, ctas](cudaStream_t on) {
+                 PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(a, setup->maps, wire, ctas, on));
+               },
+               flop,
+               operand_bytes + static_cast<double>(s.rows) * static_cast<double>(a.runs.row_bytes),
+               {}});
+          variants.back().run(nullptr);
+          PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+          const double error = sample_error(s, wire, a);
+          const bool good = error < (wire == WireFormat::kBf16 ? 1e-2 : 5e-2);
+          correct = correct && good;
+          std::cerr << fmt::format("check {} {} tokens {}: sampled relative error {:.2e} {}\n",
+                                   model->name, name, tokens, error, good ? "ok" : "WRONG");
         }
       }
       for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
@@ -467,8 +461,6 @@ int main(int argc, char** argv) {
   CLI::App app("moe_stage2 on one GPU, part by part");
   app.add_option("--shape", options.models, "glm5, v4-flash, h7168")->delimiter(',');
   app.add_option("--tokens", options.tokens, "tokens per rank")->delimiter(',');
-  app.add_option("--stagger", options.staggers, "blocks of K between the consumer warpgroups")
-      ->delimiter(',');
   app.add_option("--rounds", options.rounds, "measured rounds after three to warm up");
   app.add_option("--ranks", options.ranks, "ranks that the routing is spread over");
   app.add_option("--ctas", options.ctas, "CTAs of the GEMM; 0: one an SM");

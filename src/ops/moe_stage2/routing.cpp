@@ -146,7 +146,7 @@ HostPlan::HostPlan(const Shape& shape, std::int64_t tile_capacity)
     : shape_(shape), capacity_(tile_capacity) {
   const auto tiles = static_cast<std::size_t>(tile_capacity);
   const std::int64_t stride = worst_rows_per_pair(shape);
-  words_.resize(2 + 2 * tiles + (tiles + 1) * kMaxRanks +
+  words_.resize(2 + 3 * tiles + (tiles + 1) * kMaxRanks +
                 static_cast<std::size_t>(stride) * kMaxRanks);
   place_.resize(tiles * kTileRows);
   std::int32_t* next = words_.data();
@@ -155,6 +155,8 @@ HostPlan::HostPlan(const Shape& shape, std::int64_t tile_capacity)
   outputs_.tile_expert = next;
   next += tiles;
   outputs_.tile_rows = next;
+  next += tiles;
+  outputs_.tile_mate = next;
   next += tiles;
   outputs_.prefix = next;
   next += (tiles + 1) * kMaxRanks;

@@ -122,6 +122,18 @@ __device__ __forceinline__ void load_tensor_3d(std::uint32_t destination, const 
       : "memory");
 }
 
+__device__ __forceinline__ void load_tensor_3d_multicast(std::uint32_t destination,
+                                                         const CUtensorMap* map,
+                                                         std::uint32_t barrier, int x, int y, int z,
+                                                         std::uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(cta_mask)
+      : "memory");
+}
+
 // `bytes` (a multiple of 16) from 16-byte aligned global memory.
 __device__ __forceinline__ void load_bulk(std::uint32_t destination, const void* source,
                                           std::uint32_t bytes, std::uint32_t barrier) {
@@ -175,6 +187,16 @@ __device__ __forceinline__ float load_shared_f32(std::uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
+}
+__device__ __forceinline__ int load_shared_i32(std::uint32_t address) {
+  int value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_shared_v4(std::uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ uint4 load_shared_v4(std::uint32_t address) {
   uint4 v;

@@ -13,7 +13,8 @@ using cuda::DeviceBuffer;
 
 struct DevicePlan {
   std::int64_t capacity;
-  DeviceBuffer<std::int32_t> count{1}, fault{1}, tile_expert, tile_rows, prefix, table, scratch;
+  DeviceBuffer<std::int32_t> count{1}, fault{1}, tile_expert, tile_rows, tile_mate, prefix, table,
+      scratch;
   DeviceBuffer<RowPlace> place;
   DeviceBuffer<std::uint32_t> counters;
   PlanOutputs outputs;
@@ -22,6 +23,7 @@ struct DevicePlan {
       : capacity(tiles),
         tile_expert(static_cast<std::size_t>(tiles)),
         tile_rows(static_cast<std::size_t>(tiles)),
+        tile_mate(static_cast<std::size_t>(tiles)),
         prefix(static_cast<std::size_t>(tiles + 1) * kMaxRanks),
         table(static_cast<std::size_t>(worst_rows_per_pair(shape)) * kMaxRanks),
         scratch(static_cast<std::size_t>(plan_scratch_bytes(tiles)) / sizeof(std::int32_t)),
@@ -30,6 +32,7 @@ struct DevicePlan {
     outputs.tile_count = count.data();
     outputs.tile_expert = tile_expert.data();
     outputs.tile_rows = tile_rows.data();
+    outputs.tile_mate = tile_mate.data();
     outputs.prefix = prefix.data();
     outputs.place = place.data();
     outputs.row_table = table.data();
@@ -38,7 +41,8 @@ struct DevicePlan {
   }
 
   void run(const Shape& shape, const SourceRows& rows) {
-    for (DeviceBuffer<std::int32_t>* b : {&count, &tile_expert, &tile_rows, &prefix, &table})
+    for (DeviceBuffer<std::int32_t>* b :
+         {&count, &tile_expert, &tile_rows, &tile_mate, &prefix, &table})
       b->fill(0x5A);
     place.fill(0x5A);
     counters.fill(0x5A);
@@ -95,6 +99,7 @@ TEST(PlanOnDevice, EqualsPlanOnHost) {
         };
         same(device.tile_expert.download(), want.tile_expert, n, "tile_expert");
         same(device.tile_rows.download(), want.tile_rows, n, "tile_rows");
+        same(device.tile_mate.download(), want.tile_mate, n, "tile_mate");
         same(device.prefix.download(), want.prefix, (n + 1) * kMaxRanks, "prefix");
         const auto place = device.place.download();
         for (std::size_t i = 0; i < n * kTileRows; ++i) {

@@ -5,6 +5,7 @@
 #include <rapidcheck.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <tuple>
 
@@ -36,6 +37,19 @@ void check_against_oracle(const Shape& shape, const SourceRows& rows, const Plan
     }
   }
   RC_ASSERT(*plan.tile_count == tile);
+  // Mates: neighbours of one expert, each other's, and no two tiles without a mate stand together.
+  std::int32_t alone = 0;
+  for (std::int32_t t = 0; t < tile; ++t) {
+    const std::int32_t mate = plan.tile_mate[t];
+    RC_ASSERT(mate >= 0);
+    RC_ASSERT(mate < tile);
+    RC_ASSERT(plan.tile_mate[mate] == t);
+    RC_ASSERT(plan.tile_expert[mate] == plan.tile_expert[t]);
+    RC_ASSERT(std::abs(mate - t) <= 1);
+    alone += mate == t;
+  }
+  for (const std::int32_t count : rows.expert_rows) alone -= tiles_of(count) % 2;
+  RC_ASSERT(alone == 0);
   RC_ASSERT(*plan.fault == kPlanWhole);
 
   std::map<int, std::int64_t> sent;

@@ -67,6 +67,14 @@ PENSTOCK_HOST_DEVICE constexpr std::int32_t tiles_of(std::int64_t rows) {
   return static_cast<std::int32_t>((rows + kTileRows - 1) / kTileRows);
 }
 
+// Mate of tile `tile`, the `index`-th of its expert's `tiles`: tiles 2 i and 2 i + 1 of an expert
+// are mates, the last one of an odd number is its own.
+PENSTOCK_HOST_DEVICE constexpr std::int32_t mate_of(std::int32_t tile, std::int32_t index,
+                                                    std::int32_t tiles) {
+  if ((index ^ 1) >= tiles) return tile;
+  return (index & 1) != 0 ? tile - 1 : tile + 1;
+}
+
 // Row range of a destination's run that tiles [first, last) contribute, from the prefix table
 // [tiles + 1, kMaxRanks].
 struct RowRange {
@@ -85,6 +93,8 @@ struct PlanOutputs {
   std::int32_t* tile_count = nullptr;   // [1]
   std::int32_t* tile_expert = nullptr;  // [tile_capacity] local expert of each tile
   std::int32_t* tile_rows = nullptr;    // [tile_capacity] valid rows of each tile, 1 to kTileRows
+  // [tile_capacity] the neighbour of the same expert that a cluster computes together with the tile
+  std::int32_t* tile_mate = nullptr;
   // [tile_capacity + 1, kMaxRanks] rows per destination before a tile; entries past tile_count are
   // not written
   std::int32_t* prefix = nullptr;

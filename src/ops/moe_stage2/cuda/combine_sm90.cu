@@ -6,7 +6,7 @@ namespace penstock::moe_stage2 {
 namespace {
 
 template <WireFormat kWire>
-__global__ void __launch_bounds__(kCombineMaxThreads, 3)
+__global__ void __launch_bounds__(kCombineMaxThreads, 2)
     combine_sm90(const __grid_constant__ CombineArgs args) {
   combine_tokens<kWire>(args, NoWait{});
 }

@@ -16,7 +16,7 @@ inline GroupedGemmMaps make_gemm_maps(const void* act, std::int64_t rows, const 
       sm90::make_byte_map(act, {k, static_cast<std::uint64_t>(rows)}, {kScaleBlock, kTileRows / 2}),
       sm90::make_byte_map(
           weight, {k, static_cast<std::uint64_t>(hidden), static_cast<std::uint64_t>(experts)},
-          {kScaleBlock, kGemmTileColumns, 1})};
+          {kScaleBlock, kGemmTileColumns / 2, 1})};
 }
 
 }  // namespace penstock::moe_stage2

@@ -38,87 +38,140 @@ constexpr std::uint32_t kFullOffset = kScaleOffset + kStages * kScaleBytes;
 constexpr std::uint32_t kEmptyOffset = kFullOffset + kStages * 8;
 constexpr std::uint32_t kDoneOffset = kEmptyOffset + kStages * 8;
 constexpr std::uint32_t kCountedOffset = kDoneOffset + 8;
-constexpr std::uint32_t kSharedBytes = kCountedOffset + 8;
+// Facts of a step (FactsOfWork), published by the copier one step ahead. It can be kStages + 1
+// steps ahead of the slowest consumer, which reads its own and the next.
+constexpr int kFactSlots = 8;
+static_assert(kFactSlots >= kStages + 3);
+constexpr std::uint32_t kFactsOffset = kCountedOffset + 8;
+constexpr std::uint32_t kSharedBytes = kFactsOffset + kFactSlots * 16;
+static_assert(kFactsOffset % 16 == 0);
 static_assert(kSharedBytes <= 232448, "more shared memory than a block of sm_90 can have");
 
-constexpr std::uint32_t kStaggerBarrier = 1;
+// The consumer warpgroups take turns at the tensor cores: named barrier kTurnBarrier + g opens g's
+// turn. Left to themselves their instructions share the pipe, both waves end at the same time and
+// the pipe idles while both promote: 63% busy instead of over 80%.
+constexpr std::uint32_t kTurnBarrier = 1;
+constexpr std::uint32_t kConsumerThreads = 256;
 
-// Tile `linear` of the cluster grid: columns run first, so that rows finish in order and chunks
-// early.
-struct TileIndex {
-  int m;
-  int column;  // first column of this CTA
+// What a CTA computes in one step of its cluster.
+struct Work {
+  int m;        // tile
+  int column;   // first column
+  bool paired;  // the other CTA has the mate's rows and the same columns; else the same rows and
+                // the next columns
 };
-__device__ __forceinline__ TileIndex tile_index(int linear, int cluster_columns, int cta_rank) {
+
+// Steps run over columns first, so that rows finish in order and chunks early: cluster_columns
+// steps a tile. Two mates put theirs together and share W (each CTA fetches half of its 32 KB a
+// stage); a tile without a mate shares A (half of 16 KB). 32 KB instead of 40 KB from L2 per CTA
+// and stage.
+__device__ __forceinline__ Work work_of(int linear, int mate, int cluster_columns, int cta_rank) {
   const int m = linear / cluster_columns;
   const int n = linear - m * cluster_columns;
-  return {m, (n * kClusterCtas + cta_rank) * kGemmTileColumns};
+  if (mate == m) return {m, (n * kClusterCtas + cta_rank) * kGemmTileColumns, false};
+  const int step = m > mate ? cluster_columns + n : n;
+  return {min(m, mate) + cta_rank, step * kGemmTileColumns, true};
 }
 
-// One stage position of the ring and the parity of its current use.
-struct RingPosition {
-  std::uint32_t stage = 0;
-  std::uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+// The steps of this CTA: first, first + step, ... below total.
+struct Steps {
+  int first;
+  int step;
+  int total;
+  int cluster_columns;
+  int cta_rank;
+
+  __device__ __forceinline__ int count() const {
+    return first < total ? (total - first + step - 1) / step : 0;
+  }
+  // Work of the i-th step; past the end that of the last.
+  __device__ __forceinline__ Work work(const GroupedGemmArgs& args, int i) const {
+    const int linear = min(first + i * step, total - 1);
+    return work_of(linear, __ldg(args.tile_mate + linear / cluster_columns), cluster_columns,
+                   cta_rank);
   }
 };
+
+// Stages are used from 0 on in every step, so that a stage's addresses and descriptors are
+// constants in the unrolled loops; with k_blocks % kStages != 0 the last stages of a round are
+// skipped. Bit s is the parity of stage s.
+__device__ __forceinline__ std::uint32_t parity_of(std::uint32_t parities, int stage) {
+  return (parities >> stage) & 1u;
+}
 
 // ---- roles
 // -----------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void publish_facts(const GroupedGemmArgs& args, std::uint32_t shared,
+                                              int i, const Work& work) {
+  store_shared_v4(shared + kFactsOffset + i % kFactSlots * 16,
+                  make_uint4(static_cast<unsigned>(work.m), static_cast<unsigned>(work.column),
+                             static_cast<unsigned>(args.tile_rows[work.m]),
+                             static_cast<unsigned>(args.tile_expert[work.m])));
+}
+
 __device__ __forceinline__ void copy_operands(const GroupedGemmArgs& args,
                                               const CUtensorMap* act_map,
                                               const CUtensorMap* weight_map, std::uint32_t shared,
-                                              int cta_rank, int first, int step, int total,
-                                              int cluster_columns) {
-  RingPosition ring;
-  int expert = first < total ? args.tile_expert[first / cluster_columns] : 0;
-  for (int linear = first; linear < total; linear += step) {
-    const TileIndex tile = tile_index(linear, cluster_columns, cta_rank);
-    // The next tile's expert is fetched now: a dependent read of 0.4 us otherwise stands before
-    // each tile.
-    const int next = linear + step;
-    const int next_expert = next < total ? args.tile_expert[next / cluster_columns] : 0;
-    const int row = tile.m * kTileRows;
+                                              const Steps& steps) {
+  constexpr std::uint32_t kActHalf = kActBytes / 2;
+  constexpr std::uint32_t kWeightHalf = kWeightBytes / 2;
+  constexpr std::uint16_t kBoth = (1u << kClusterCtas) - 1;
+  const int count = steps.count();
+  if (count == 0) return;
+  std::uint32_t parities =
+      (1u << kStages) - 1;  // a fresh barrier passes a wait for the phase before its first
+  Work work = steps.work(args, 0);
+  publish_facts(args, shared, 0, work);
+  for (int i = 0; i < count; ++i) {
+    const int expert = args.tile_expert[work.m];
+    const int row = work.m * kTileRows;
+    const Work next = steps.work(args, i + 1);
+    publish_facts(args, shared, i + 1, next);
     for (int kb = 0; kb < args.k_blocks; ++kb) {
-      const std::uint32_t full = shared + kFullOffset + ring.stage * 8;
-      barrier_wait(shared + kEmptyOffset + ring.stage * 8, ring.parity ^ 1);
+      const int stage = kb % kStages;
+      const std::uint32_t full = shared + kFullOffset + stage * 8;
+      const std::uint32_t act = shared + kActOffset + stage * kActBytes;
+      const std::uint32_t weight = shared + kWeightOffset + stage * kWeightBytes;
+      const int k = kb * kScaleBlock;
+      barrier_wait(shared + kEmptyOffset + stage * 8, parity_of(parities, stage));
+      parities ^= 1u << stage;
       barrier_arrive_expect(full, kActBytes + kWeightBytes + kScaleBytes);
-      load_tensor_2d_multicast(
-          shared + kActOffset + ring.stage * kActBytes + cta_rank * (kActBytes / kClusterCtas),
-          act_map, full, kb * kScaleBlock, row + cta_rank * (kTileRows / kClusterCtas),
-          (1u << kClusterCtas) - 1);
-      load_tensor_3d(shared + kWeightOffset + ring.stage * kWeightBytes, weight_map, full,
-                     kb * kScaleBlock, tile.column, expert);
-      load_bulk(shared + kScaleOffset + ring.stage * kScaleBytes,
+      if (work.paired) {
+        load_tensor_3d_multicast(weight + steps.cta_rank * kWeightHalf, weight_map, full, k,
+                                 work.column + steps.cta_rank * kScaleBlock, expert, kBoth);
+        load_tensor_2d(act, act_map, full, k, row);
+        load_tensor_2d(act + kActHalf, act_map, full, k, row + kTileRows / 2);
+      } else {
+        load_tensor_2d_multicast(act + steps.cta_rank * kActHalf, act_map, full, k,
+                                 row + steps.cta_rank * (kTileRows / 2), kBoth);
+        load_tensor_3d(weight, weight_map, full, k, work.column, expert);
+        load_tensor_3d(weight + kWeightHalf, weight_map, full, k, work.column + kScaleBlock,
+                       expert);
+      }
+      load_bulk(shared + kScaleOffset + stage * kScaleBytes,
                 args.act_scales + kb * args.act_scale_stride + row, kScaleBytes, full);
-      ring.advance();
     }
-    expert = next_expert;
+    work = next;
   }
 }
 
 // Counts finished tiles in a warp of its own: the fence to system scope takes over a microsecond,
 // which would otherwise stand between two tiles of a consumer.
 __device__ __forceinline__ void count_tiles(const GroupedGemmArgs& args, std::uint32_t shared,
-                                            int cta_rank, int first, int step, int total, int tiles,
-                                            int cluster_columns) {
+                                            int tiles, const Steps& steps) {
   const int column_tiles = (args.hidden + kGemmTileColumns - 1) / kGemmTileColumns;
   std::uint32_t parity = 0;
-  for (int linear = first; linear < total; linear += step) {
-    const TileIndex tile = tile_index(linear, cluster_columns, cta_rank);
+  const int count = steps.count();
+  for (int i = 0; i < count; ++i) {
+    const Work work = steps.work(args, i);
     barrier_wait(shared + kDoneOffset, parity);
     barrier_arrive(shared + kCountedOffset);
     parity ^= 1;
-    if (tile.column >= args.hidden) continue;
-    const int chunk = tile.m / args.tiles_per_chunk;
+    if (work.column >= args.hidden) continue;
+    const int chunk = work.m / args.tiles_per_chunk;
     const int chunk_begin = chunk * args.tiles_per_chunk;
-    const int left = tiles - chunk_begin;
-    const int chunk_tiles = left < args.tiles_per_chunk ? left : args.tiles_per_chunk;
+    const int chunk_tiles = min(tiles - chunk_begin, args.tiles_per_chunk);
     const std::int64_t word = static_cast<std::int64_t>(chunk) * kCounterStride;
     const std::uint32_t before = fetch_add_system(args.chunk_counters + word, 1);
     if (before + 1 == static_cast<std::uint32_t>(chunk_tiles * column_tiles)) {
@@ -226,18 +279,29 @@ __device__ __forceinline__ void write_wave_fp8(const float (&sum)[64], std::uint
   __syncwarp();
 }
 
-__device__ __forceinline__ void multiply_block(float (&d)[64], std::uint64_t a, std::uint64_t b) {
+// Starts one wave: two groups of two instructions, so that its middle can be waited for.
+__device__ __forceinline__ void start_wave(float (&d)[64], std::uint64_t a, std::uint64_t b) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
   mma_fence();
 #pragma unroll
   for (int k = 0; k < kScaleBlock / 32; ++k) {
     mma_m64n128k32_e4m3(d, a + 2 * k, b + 2 * k, k != 0);
+    if (k == 1) mma_commit();
   }
   mma_commit();
+}
+
+// Ends it. The other warpgroup may start at the middle: its first instruction is then on its way
+// when the second half ends.
+__device__ __forceinline__ void end_wave(float (&d)[64], int group) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
+  mma_wait<1>();
+  named_barrier_arrive(kTurnBarrier + (group ^ 1), kConsumerThreads);
   mma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
 }
 
 // sum += scale * d; rows lane / 4 and lane / 4 + 8 of the warp's sixteen have a scale each.
@@ -249,90 +313,95 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], 
 
 template <WireFormat kWire>
 __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint32_t shared,
-                                         int cta_rank, int first, int step, int total,
-                                         int cluster_columns) {
+                                         const Steps& steps) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 - 4;  // 0 to 7
   const int group = warp / 4;             // consumer warpgroup: columns 128 * group of the tile
   const int group_row = (warp % 4) * 16;  // of each 64-row wave
-  const std::uint32_t staging = shared + kStagingOffset + warp * kStagingBytes;
+  const std::uint32_t act_scales = shared + kScaleOffset + (group_row + lane / 4) * 4;
+  const std::uint64_t act_descriptor = descriptor_k_major_128b(shared + kActOffset);
+  const std::uint64_t weight_descriptor =
+      descriptor_k_major_128b(shared + kWeightOffset + group * (kWeightBytes / 2));
+  const std::uint32_t empty_other = map_to_cta(shared + kEmptyOffset, steps.cta_rank ^ 1);
 
-  // First weight scale of this warpgroup's 128 columns. A group past the last column reads the last
-  // scale and writes nothing.
-  const auto weight_scales = [&](int expert, int column) {
+  // Weight scales of blocks kb ... kb + 31 of K for this warpgroup's 128 columns, one a lane. A
+  // group past the last column reads the last scales and writes nothing.
+  const auto read_weight_scales = [&](int expert, int column, int kb) {
     const int scale_rows = args.hidden / kScaleBlock;
     const int scale_row = min(column / kScaleBlock + group, scale_rows - 1);
-    return args.weight_scales +
-           (static_cast<std::int64_t>(expert) * scale_rows + scale_row) * args.k_blocks;
+    return __ldg(args.weight_scales +
+                 (static_cast<std::int64_t>(expert) * scale_rows + scale_row) * args.k_blocks +
+                 min(kb + lane, args.k_blocks - 1));
   };
 
-  RingPosition ring;
-  std::uint32_t tiles_done = 0;
-  const float* scales = args.weight_scales;
-  float weight_scale = 0.0f;
-  int rows = 0;
-  if (first < total) {
-    const TileIndex tile = tile_index(first, cluster_columns, cta_rank);
-    scales = weight_scales(args.tile_expert[tile.m], tile.column);
-    rows = args.tile_rows[tile.m];
-    weight_scale = __ldg(scales);
-  }
-  int stagger = first < total ? min(args.stagger_blocks, args.k_blocks) : 0;
-  if (stagger > 0 && group == 1) {
-    named_barrier_sync(kStaggerBarrier, 256);
-    stagger = 0;
-  }
+  std::uint32_t parities = 0;
+  float scale_lane = 0.0f;
+  if (group == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
 
   float d[64];
   float sum[2][64];
-  for (int linear = first; linear < total; linear += step) {
-    const TileIndex tile = tile_index(linear, cluster_columns, cta_rank);
-    const bool two_waves = rows > 64;
-    // The next tile's facts are read a whole tile before their use.
-    const int next = min(linear + step, total - 1);
-    const TileIndex next_tile = tile_index(next, cluster_columns, cta_rank);
-    const int next_expert = args.tile_expert[next_tile.m];
-    const int next_rows = args.tile_rows[next_tile.m];
-    const RowPlace place = args.place[static_cast<std::int64_t>(tile.m) * kTileRows +
-                                      (lane / 16) * 64 + group_row + lane % 16];
+  const int count = steps.count();
+  for (int i = 0; i < count; ++i) {
+    const std::uint32_t facts = shared + kFactsOffset + i % kFactSlots * 16;
+    const std::uint32_t next_facts = shared + kFactsOffset + (i + 1) % kFactSlots * 16;
+    // The copier wrote both before it announced the first bytes of this step's first stage.
+    barrier_wait(shared + kFullOffset, parity_of(parities, 0));
+    const bool two_waves = load_shared_i32(facts + 8) > 64;
+    if (i == 0)
+      scale_lane = read_weight_scales(load_shared_i32(facts + 12), load_shared_i32(facts + 4), 0);
+    // A whole step before its use.
+    const float next_scale_lane =
+        read_weight_scales(load_shared_i32(next_facts + 12), load_shared_i32(next_facts + 4), 0);
+    RowPlace place;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      sum[0][i] = 0.0f;
-      sum[1][i] = 0.0f;
+    for (int k = 0; k < 64; ++k) {
+      sum[0][k] = 0.0f;
+      sum[1][k] = 0.0f;
     }
-    for (int kb = 0; kb < args.k_blocks; ++kb) {
-      // One block ahead, across the tile's end too: the read takes as long as the block.
-      ++scales;
-      if (kb + 1 == args.k_blocks) scales = weight_scales(next_expert, next_tile.column);
-      const float next_weight_scale = __ldg(scales);
-      barrier_wait(shared + kFullOffset + ring.stage * 8, ring.parity);
-      const std::uint32_t act_scales =
-          shared + kScaleOffset + ring.stage * kScaleBytes + (group_row + lane / 4) * 4;
-      const float s00 = load_shared_f32(act_scales) * weight_scale;
-      const float s01 = load_shared_f32(act_scales + 8 * 4) * weight_scale;
-      const float s10 = load_shared_f32(act_scales + 64 * 4) * weight_scale;
-      const float s11 = load_shared_f32(act_scales + 72 * 4) * weight_scale;
-      const std::uint64_t a = descriptor_k_major_128b(shared + kActOffset + ring.stage * kActBytes);
-      const std::uint64_t b = descriptor_k_major_128b(
-          shared + kWeightOffset + ring.stage * kWeightBytes + group * (kWeightBytes / 2));
-      multiply_block(d, a, b);
-      promote(sum[0], d, s00, s01);
-      if (two_waves) multiply_block(d, a + (64 * kScaleBlock >> 4), b);
-      // Both CTAs' copiers write into this stage (A comes by multicast), so both have to know.
-      __syncwarp();
-      if (lane == 0) {
-        const std::uint32_t empty = shared + kEmptyOffset + ring.stage * 8;
-        barrier_arrive(empty);
-        barrier_arrive_remote(map_to_cta(empty, cta_rank ^ 1));
+    for (int round = 0; round < args.k_blocks; round += kStages) {
+      if (round != 0 && round % 32 == 0) {
+        scale_lane =
+            read_weight_scales(load_shared_i32(facts + 12), load_shared_i32(facts + 4), round);
       }
-      if (two_waves) promote(sum[1], d, s10, s11);
-      ring.advance();
-      weight_scale = next_weight_scale;
-      if (stagger > 0 && --stagger == 0) named_barrier_arrive(kStaggerBarrier, 256);
+      if (round + kStages >= args.k_blocks) {
+        place = args.place[static_cast<std::int64_t>(load_shared_i32(facts)) * kTileRows +
+                           (lane / 16) * 64 + group_row + lane % 16];
+      }
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        if (round + stage >= args.k_blocks) break;
+        barrier_wait(shared + kFullOffset + stage * 8, parity_of(parities, stage));
+        const std::uint64_t a = act_descriptor + stage * (kActBytes >> 4);
+        const std::uint64_t b = weight_descriptor + stage * (kWeightBytes >> 4);
+        named_barrier_sync(kTurnBarrier + group, kConsumerThreads);
+        start_wave(d, a, b);
+        const float w = __shfl_sync(0xffffffffu, scale_lane, (round + stage) % 32);
+        const float s00 = load_shared_f32(act_scales + stage * kScaleBytes) * w;
+        const float s01 = load_shared_f32(act_scales + stage * kScaleBytes + 8 * 4) * w;
+        const float s10 = load_shared_f32(act_scales + stage * kScaleBytes + 64 * 4) * w;
+        const float s11 = load_shared_f32(act_scales + stage * kScaleBytes + 72 * 4) * w;
+        end_wave(d, group);
+        promote(sum[0], d, s00, s01);
+        if (two_waves) {  // the same in both warpgroups, so their turns stay even
+          named_barrier_sync(kTurnBarrier + group, kConsumerThreads);
+          start_wave(d, a + (64 * kScaleBlock >> 4), b);
+          end_wave(d, group);
+        }
+        // Both CTAs' copiers write into this stage (W or A comes by multicast), so both have to
+        // know.
+        __syncwarp();
+        if (lane == 0) {
+          barrier_arrive(shared + kEmptyOffset + stage * 8);
+          barrier_arrive_remote(empty_other + stage * 8);
+        }
+        if (two_waves) promote(sum[1], d, s10, s11);
+        parities ^= 1u << stage;
+      }
     }
 
-    const int column = tile.column + group * kScaleBlock;
+    const int column = load_shared_i32(facts + 4) + group * kScaleBlock;
     if (column < args.hidden) {
+      const std::uint32_t staging = shared + kStagingOffset + warp * kStagingBytes;
       unsigned char* address = place.run >= 0 ? args.runs.address(place) : nullptr;
       if constexpr (kWire == WireFormat::kBf16) {
         write_wave_bf16(sum[0], staging, 0, address, column);
@@ -346,13 +415,14 @@ __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint3
       // The counting warp has to have taken note of the previous tile before this one is announced.
       __syncwarp();
       if (lane == 0) {
-        if (tiles_done > 0) barrier_wait(shared + kCountedOffset, (tiles_done - 1) & 1);
+        if (i > 0) barrier_wait(shared + kCountedOffset, (i - 1) & 1);
         barrier_arrive(shared + kDoneOffset);
       }
-      ++tiles_done;
     }
-    rows = next_rows;
+    scale_lane = next_scale_lane;
   }
+  // Takes the turn that the last wave of warpgroup 1 gave, so that no barrier is left half full.
+  if (group == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
 }
 
 template <WireFormat kWire>
@@ -366,9 +436,9 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
   const int tiles = *args.tile_count;
   const int cluster_columns =
       (args.hidden + kClusterCtas * kGemmTileColumns - 1) / (kClusterCtas * kGemmTileColumns);
-  const int total = tiles * cluster_columns;
-  const int first = static_cast<int>(blockIdx.x) / kClusterCtas;
-  const int step = static_cast<int>(gridDim.x) / kClusterCtas;
+  const Steps steps{static_cast<int>(blockIdx.x) / kClusterCtas,
+                    static_cast<int>(gridDim.x) / kClusterCtas, tiles * cluster_columns,
+                    cluster_columns, cta_rank};
 
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&act_map);
@@ -386,15 +456,14 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x < 128) {
     register_budget_lower<40>();
     if (threadIdx.x == 0) {
-      copy_operands(args, &act_map, &weight_map, shared, cta_rank, first, step, total,
-                    cluster_columns);
+      copy_operands(args, &act_map, &weight_map, shared, steps);
     } else if (threadIdx.x == 32 && args.chunk_counters != nullptr) {
-      count_tiles(args, shared, cta_rank, first, step, total, tiles, cluster_columns);
+      count_tiles(args, shared, tiles, steps);
     }
     __syncwarp();
   } else {
     register_budget_raise<232>();
-    multiply<kWire>(args, shared, cta_rank, first, step, total, cluster_columns);
+    multiply<kWire>(args, shared, steps);
   }
   // The other CTA still copies into this one's shared memory and arrives on its barriers: leave
   // together.

@@ -28,6 +28,7 @@ struct GroupedGemmArgs {
   const std::int32_t* tile_count = nullptr;  // the plan's, see PlanOutputs
   const std::int32_t* tile_expert = nullptr;
   const std::int32_t* tile_rows = nullptr;
+  const std::int32_t* tile_mate = nullptr;
   const RowPlace* place = nullptr;
   RunBases runs;
 
@@ -39,15 +40,11 @@ struct GroupedGemmArgs {
   std::uint32_t* chunk_flags = nullptr;
   std::uint32_t chunk_epoch = 0;
   std::int32_t tiles_per_chunk = 1;
-
-  // Blocks of K by which the second consumer warpgroup starts after the first, so that one's
-  // epilogue runs under the other's matrix instructions.
-  std::int32_t stagger_blocks = 1;
 };
 
 struct GroupedGemmMaps {
   CUtensorMap act;     // [rows, I] u8, box 64 x 128
-  CUtensorMap weight;  // [experts, H, I] u8, box 1 x 256 x 128
+  CUtensorMap weight;  // [experts, H, I] u8, box 1 x 128 x 128
 };
 
 // Enqueues the GEMM on `ctas` CTAs (even; at most one an SM). No allocation, no synchronisation:
