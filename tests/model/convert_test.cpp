@@ -211,21 +211,21 @@ TEST(ConvertTest, RefusesATargetThatHoldsSomething) {
 TEST(ConvertTest, LeavesNothingBehindWhereAWeightIsNan) {
   const TempDir dir;
   std::filesystem::copy(kTinyGlm, dir.file("broken"));
-  // One NaN code in the first expert of layer 1, in place.
-  const std::string shard = dir.file("broken/model-00001-of-00002.safetensors");
+  // One NaN code in layer 3: shards before it are written by then.
+  const std::string shard = dir.file("broken/model-00002-of-00002.safetensors");
   std::string bytes = read_file(shard);
   std::uint64_t header = 0;
   std::memcpy(&header, bytes.data(), sizeof header);
   {
     const SafetensorsFile file(shard);
     const auto* first = file.tensors().front().view.as<char>();
-    const auto* victim = file.at("model.layers.1.mlp.experts.0.up_proj.weight").as<char>();
+    const auto* victim = file.at("model.layers.3.mlp.experts.0.up_proj.weight").as<char>();
     bytes[8 + header + static_cast<std::size_t>(victim - first)] = 0x7f;
   }
   std::filesystem::permissions(shard, std::filesystem::perms::owner_all);
-  dir.write("broken/model-00001-of-00002.safetensors", bytes);
+  dir.write("broken/model-00002-of-00002.safetensors", bytes);
   const Checkpoint broken(dir.file("broken"));
-  expect_error(ErrorKind::kInvalidArgument, {"model.layers.1.mlp.experts.0.up_proj", "NaN"},
+  expect_error(ErrorKind::kInvalidArgument, {"model.layers.3.mlp.experts.0.up_proj", "NaN"},
                [&] { convert_experts(broken, dir.file("out"), to(ExpertsFormat::kMxfp4)); });
   EXPECT_FALSE(std::filesystem::exists(dir.file("out")));
 }
