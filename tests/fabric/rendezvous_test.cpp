@@ -1,0 +1,162 @@
+// How processes meet, and how they are told when they cannot.
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <thread>
+
+#include "fabric/team_harness.h"
+#include "penstock/core/error.h"
+
+namespace penstock::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+RankProcess start(int rank, int size, int port, milliseconds deadline = seconds(5)) {
+  return RankProcess({"window_reach", std::to_string(rank), std::to_string(size),
+                      std::to_string(port), std::to_string(deadline.count()), "1", "1", "none"});
+}
+
+void expect_words(const RankProcess& process, const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    EXPECT_NE(process.output().find(word), std::string::npos)
+        << "'" << word << "' in: " << process.output();
+  }
+}
+
+TEST(RendezvousTest, OrderOfArrivalDoesNotMatter) {
+  const int port = free_port();
+  auto last = start(2, 3, port);
+  std::this_thread::sleep_for(milliseconds(100));
+  auto middle = start(1, 3, port);
+  std::this_thread::sleep_for(milliseconds(100));
+  auto first = start(0, 3, port);
+  for (auto* rank : {&first, &middle, &last}) {
+    EXPECT_EQ(rank->wait(seconds(30)), 0) << rank->output();
+  }
+}
+
+TEST(RendezvousTest, AMissingRankIsNamedOnEveryOther) {
+  const int port = free_port();
+  auto zero = start(0, 4, port, milliseconds(700));
+  auto two = start(2, 4, port, milliseconds(700));
+  EXPECT_EQ(zero.wait(seconds(10)), 3);
+  EXPECT_EQ(two.wait(seconds(10)), 3);
+  expect_words(zero, {"FAULT peer=1", "2 of 4 ranks", "missing: rank 1, 3"});
+  expect_words(two, {"FAULT peer="});
+}
+
+TEST(RendezvousTest, AMissingRankZeroIsNamed) {
+  auto one = start(1, 2, free_port(), milliseconds(400));
+  EXPECT_EQ(one.wait(seconds(10)), 3);
+  expect_words(one, {"FAULT peer=0", "nobody listened"});
+}
+
+TEST(RendezvousTest, DifferentWorldSizesAreRefusedOnBothSides) {
+  const int port = free_port();
+  auto zero = start(0, 2, port);
+  auto one = start(1, 3, port);
+  EXPECT_EQ(zero.wait(seconds(10)), 4);
+  EXPECT_EQ(one.wait(seconds(10)), 4);
+  for (const auto* rank : {&zero, &one}) {
+    expect_words(*rank, {"invalid_argument", "rank 1 says 3, rank 0 says 2"});
+  }
+}
+
+TEST(RendezvousTest, ARankThatComesTwiceIsRefused) {
+  const int port = free_port();
+  auto zero = start(0, 3, port);
+  auto one = start(1, 3, port);
+  auto again = start(1, 3, port);
+  EXPECT_EQ(zero.wait(seconds(10)), 4);
+  EXPECT_EQ(one.wait(seconds(10)), 4);
+  EXPECT_EQ(again.wait(seconds(10)), 4);
+  for (const auto* rank : {&zero, &one, &again}) expect_words(*rank, {"came twice"});
+}
+
+class Listener {
+ public:
+  Listener() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof at;
+    EXPECT_EQ(::bind(fd_.get(), reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    EXPECT_EQ(::listen(fd_.get(), 8), 0);
+    EXPECT_EQ(::getsockname(fd_.get(), reinterpret_cast<sockaddr*>(&at), &length), 0);
+    port = ntohs(at.sin_port);
+  }
+  int port = 0;
+
+ private:
+  UniqueFd fd_;
+};
+
+TEST(RendezvousTest, APortThatIsTakenIsSaidSo) {
+  const Listener other;
+  auto zero = start(0, 2, other.port, milliseconds(700));
+  auto one = start(1, 2, other.port, milliseconds(700));
+  EXPECT_EQ(zero.wait(seconds(10)), 4);
+  expect_words(zero, {"backend", "cannot listen at 127.0.0.1", "choose a free port"});
+  // The stranger accepts and says nothing: rank 1 must not believe it, nor wait for ever.
+  EXPECT_EQ(one.wait(seconds(10)), 3);
+  expect_words(one, {"FAULT peer=0", "something answered"});
+}
+
+TEST(RendezvousTest, StrangersDoNotDisturb) {
+  const int port = free_port();
+  auto zero = start(0, 2, port, seconds(20));
+  std::vector<UniqueFd> strangers;
+  const std::string noise(200, '!');
+  sockaddr_in at{};
+  at.sin_family = AF_INET;
+  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  at.sin_port = htons(static_cast<std::uint16_t>(port));
+  const auto until = std::chrono::steady_clock::now() + seconds(10);
+  while (strangers.size() < 2 && std::chrono::steady_clock::now() < until) {
+    UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&at), sizeof at) != 0) {
+      std::this_thread::sleep_for(milliseconds(5));
+      continue;
+    }
+    EXPECT_EQ(::send(fd.get(), noise.data(), noise.size(), MSG_NOSIGNAL), 200);
+    strangers.push_back(std::move(fd));
+  }
+  ASSERT_EQ(strangers.size(), 2u);
+  auto one = start(1, 2, port, seconds(20));
+  EXPECT_EQ(zero.wait(seconds(30)), 0) << zero.output();
+  EXPECT_EQ(one.wait(seconds(30)), 0) << one.output();
+}
+
+TEST(RendezvousTest, AnAddressThatDoesNotResolveIsRefused) {
+  TeamOptions options;
+  options.rank = 0;
+  options.size = 2;
+  options.address = "no such host";
+  options.port = 1;
+  options.deadline = milliseconds(300);
+  try {
+    (void)connect_team(options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("'no such host'"), std::string::npos);
+  }
+}
+
+TEST(RendezvousTest, ATeamOfOneProcessNeedsNobody) {
+  TeamOptions options;
+  options.rank = 0;
+  options.size = 1;
+  const TeamHandle team = connect_team(options);
+  EXPECT_EQ(team->source(), "flags");
+  EXPECT_TRUE(team->in_process());
+  scenarios().at("window_reach")(team, {});
+  scenarios().at("pool")(team, {});
+}
+
+}  // namespace
+}  // namespace penstock::testing
