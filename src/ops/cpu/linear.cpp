@@ -134,22 +134,42 @@ void linear_kernel(const Matrix& w, std::int64_t begin, std::int64_t end, const 
   });
 }
 
-// y[0, c .. c + panel) for one row of x, weights decoded in registers. Sums run over r in order.
-template <class Dec>
+// y[0, c .. c + panel vectors) for one row of x, weights decoded in registers. Sums run over r in
+// order.
+template <class Dec, std::int64_t panel>
 HWY_INLINE void transposed_direct(const Matrix& w, std::int64_t c, const float* x, float* y) {
   const D d;
-  V acc[kPanel];
+  V acc[panel];
   for (V& a : acc) a = hn::Zero(d);
-  const std::uint8_t* data = row_data(w, 0);
-  for (std::int64_t r = 0; r < w.rows; ++r, data += w.row_bytes) {
-    const V xv = hn::Set(d, x[r]);
-    for (std::int64_t v = 0; v < kPanel; ++v) {
-      const std::int64_t column = w.col0 + c + v * kLanes;
-      const V scale = hn::Set(d, Dec::scale(w, w.row0 + r, column));
-      acc[v] = hn::MulAdd(weights_at<Dec>(data, column, scale), xv, acc[v]);
+  for (std::int64_t r = 0; r < w.rows;) {
+    // Rows that share their scales.
+    const std::int64_t row = w.row0 + r;
+    const std::int64_t end = r + std::min(w.rows - r, Dec::kScaleRows - row % Dec::kScaleRows);
+    float scales[panel];
+    for (std::int64_t v = 0; v < panel; ++v) {
+      scales[v] = Dec::scale(w, row, w.col0 + c + v * kLanes);
+    }
+    for (; r < end; ++r) {
+      const std::uint8_t* data = row_data(w, r);
+      const V xv = hn::Set(d, x[r]);
+      for (std::int64_t v = 0; v < panel; ++v) {
+        const V weights = weights_at<Dec>(data, w.col0 + c + v * kLanes, hn::Set(d, scales[v]));
+        acc[v] = hn::MulAdd(weights, xv, acc[v]);
+      }
     }
   }
-  for (std::int64_t v = 0; v < kPanel; ++v) hn::StoreU(acc[v], d, y + c + v * kLanes);
+  for (std::int64_t v = 0; v < panel; ++v) hn::StoreU(acc[v], d, y + c + v * kLanes);
+}
+
+// One row of x over all columns. Wide panels first: 256 bytes of a row in sequence, where 64 would
+// leave the prefetcher with strides.
+template <class Dec>
+void transposed_row(const Matrix& w, std::int64_t begin, std::int64_t end, const float* x,
+                    float* y) {
+  constexpr std::int64_t kWide = kLanes >= 16 ? 16 : kPanel;
+  std::int64_t c = begin;
+  for (; c + kWide * kLanes <= end; c += kWide * kLanes) transposed_direct<Dec, kWide>(w, c, x, y);
+  for (; c < end; c += kPanel * kLanes) transposed_direct<Dec, kPanel>(w, c, x, y);
 }
 
 // `tile_x` rows of x against a decoded panel [rows of W, kPanel vectors].
@@ -183,13 +203,13 @@ void linear_transposed_kernel(const Matrix& w, std::int64_t begin, std::int64_t 
   constexpr std::int64_t kStep = kPanel * kLanes;
   with_decoder(w.format, [&](auto decoder) {
     using Dec = decltype(decoder);
-    for (std::int64_t c = begin; c < end; c += kStep) {
-      if (rows <= kDirectRows) {
-        for (std::int64_t m = 0; m < rows; ++m) {
-          transposed_direct<Dec>(w, c, x + m * ldx, y + m * ldy);
-        }
-        continue;
+    if (rows <= kDirectRows) {
+      for (std::int64_t m = 0; m < rows; ++m) {
+        transposed_row<Dec>(w, begin, end, x + m * ldx, y + m * ldy);
       }
+      return;
+    }
+    for (std::int64_t c = begin; c < end; c += kStep) {
       for (std::int64_t r = 0; r < w.rows; ++r) {
         const std::uint8_t* data = row_data(w, r);
         for (std::int64_t v = 0; v < kPanel; ++v) {

@@ -68,12 +68,14 @@ HWY_INLINE V load_first(const float* from, std::int64_t count) {
 template <MatrixFormat format>
 struct Decoder;
 
-inline constexpr std::int64_t kNoScaleColumns = std::int64_t{1} << 62;
+// Columns (rows) of a scale's block where there is no bound.
+inline constexpr std::int64_t kUnbounded = std::int64_t{1} << 62;
 
 template <>
 struct Decoder<MatrixFormat::kF32> {
   static constexpr bool kScaled = false;
-  static constexpr std::int64_t kScaleColumns = kNoScaleColumns;
+  static constexpr std::int64_t kScaleColumns = kUnbounded;
+  static constexpr std::int64_t kScaleRows = kUnbounded;
   static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
   static HWY_INLINE V value(const std::uint8_t* row, std::int64_t column) {
     const D d;
@@ -85,7 +87,8 @@ struct Decoder<MatrixFormat::kF32> {
 template <>
 struct Decoder<MatrixFormat::kBf16> {
   static constexpr bool kScaled = false;
-  static constexpr std::int64_t kScaleColumns = kNoScaleColumns;
+  static constexpr std::int64_t kScaleColumns = kUnbounded;
+  static constexpr std::int64_t kScaleRows = kUnbounded;
   static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
   static HWY_INLINE V value(const std::uint8_t* row, std::int64_t column) {
     const D d;
@@ -111,15 +114,24 @@ struct E4m3Decoder {
     // The sign reaches bits 15 and 14; bit 14, the exponent's top, is cleared.
     const auto half = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(dw, bytes)),
                               hn::Set(dw, static_cast<std::int16_t>(0xBF80)));
+#  if HWY_TARGET <= HWY_AVX2
+    // Code 0x7F, NaN, is the only one that a carry takes to bit 14, and with that bit an f16's
+    // exponent is all ones.
+    const auto carry = hn::And(hn::Add(half, hn::Set(dw, 0x0080)), hn::Set(dw, 0x4000));
+    return hn::PromoteTo(d, hn::BitCast(dh, hn::Or(half, carry)));
+#  else
+    // Conversion in software knows no NaN. The code reads as 480 / 256; the largest number is
+    // 448 / 256.
     const V v = hn::PromoteTo(d, hn::BitCast(dh, half));
-    // Code 0x7F, NaN, reads as 480 / 256; the largest number is 448 / 256.
     return hn::IfThenElse(hn::Gt(hn::Abs(v), hn::Set(d, 448.0f / kGain)), hn::NaN(d), v);
+#  endif
   }
 };
 
 template <>
 struct Decoder<MatrixFormat::kFp8Block> : E4m3Decoder {
   static constexpr std::int64_t kScaleColumns = kScaleBlock;
+  static constexpr std::int64_t kScaleRows = kScaleBlock;
   static float scale(const Matrix& w, std::int64_t row, std::int64_t column) {
     const std::int64_t i = row / kScaleBlock * w.scale_stride + column / kScaleBlock;
     return static_cast<const float*>(w.scales)[i] * kGain;
@@ -128,7 +140,8 @@ struct Decoder<MatrixFormat::kFp8Block> : E4m3Decoder {
 
 template <>
 struct Decoder<MatrixFormat::kFp8Channel> : E4m3Decoder {
-  static constexpr std::int64_t kScaleColumns = kNoScaleColumns;
+  static constexpr std::int64_t kScaleColumns = kUnbounded;
+  static constexpr std::int64_t kScaleRows = 1;
   static float scale(const Matrix& w, std::int64_t row, std::int64_t) {
     return static_cast<const float*>(w.scales)[row] * kGain;
   }
@@ -138,6 +151,7 @@ template <>
 struct Decoder<MatrixFormat::kMxfp4> {
   static constexpr bool kScaled = true;
   static constexpr std::int64_t kScaleColumns = 32;
+  static constexpr std::int64_t kScaleRows = 1;
   static constexpr std::int64_t bytes(std::int64_t columns) { return (columns + 1) / 2; }
   static HWY_INLINE V value(const std::uint8_t* row, std::int64_t column) {
     const D d;
