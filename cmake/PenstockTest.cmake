@@ -14,7 +14,14 @@ function(penstock_add_test name)
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 120)
   endif()
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${arg_LABELS}")
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${arg_TIMEOUT})
+  if(arg_LABELS)
+    # gtest_discover_tests flattens a list of labels and loses all but the first: set them when ctest reads the tests.
+    set(_file "${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake")
+    file(CONFIGURE OUTPUT "${_file}" @ONLY CONTENT
+         "foreach(_test IN LISTS ${name}_TESTS)\n  set_tests_properties(\"\${_test}\" PROPERTIES LABELS \"${arg_LABELS}\")\nendforeach()\n")
+    set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES "${_file}")
+  endif()
 endfunction()
 
 # penstock_add_gpu_test(name SOURCES ... [LIBS ...]): runs on a machine with a GPU; built everywhere nvcc is. Linked
