@@ -1,55 +1,65 @@
+// The penstock command: parses, runs the chosen subcommand, turns errors into exit codes.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <exception>
-#include <nlohmann/json.hpp>
 
-#include "penstock/core/env.h"
+#include "cli/command.h"
+#include "penstock/core/error.h"
 #include "penstock/core/version.h"
 
 namespace {
 
-int print_env(bool json) {
-  const auto rows = penstock::Env::table();
-  if (json) {
-    nlohmann::ordered_json out = nlohmann::ordered_json::array();
-    for (const auto& row : rows) {
-      out.push_back({{"name", row.name},
-                     {"value", row.value},
-                     {"default", row.fallback},
-                     {"origin", row.origin},
-                     {"description", row.description}});
+namespace cli = penstock::cli;
+
+int report(const cli::Command& command, std::string_view kind, const char* message, int code) {
+  cli::print_log(fmt::format("penstock: {}", message));
+  if (command.json) {
+    try {
+      cli::print_json({{"error", {{"kind", kind}, {"message", message}}}});
+    } catch (const std::exception&) {
+      return code;  // standard output is what failed: standard error already has the words
     }
-    fmt::print("{}\n", out.dump(1));
-    return 0;
   }
-  fmt::print("{:<28} {:<12} {:<12} {:<12} {}\n", "name", "value", "default", "origin", "what");
-  for (const auto& row : rows) {
-    fmt::print("{:<28} {:<12} {:<12} {:<12} {}\n", row.name, row.value, row.fallback, row.origin,
-               row.description);
+  return code;
+}
+
+int run(const cli::Command& command) {
+  try {
+    return command.run();
+  } catch (const cli::ReaderGone&) {
+    return cli::kExitOk;
+  } catch (const cli::UsageError& error) {
+    return report(command, "usage", error.what(), cli::kExitUsage);
+  } catch (const penstock::Error& error) {
+    const bool skipped = error.kind() == penstock::ErrorKind::kUnsupported;
+    return report(command, to_string(error.kind()), error.what(),
+                  skipped ? cli::kExitSkipped : cli::kExitFault);
+  } catch (const std::exception& error) {
+    return report(command, "backend", error.what(), cli::kExitFault);
   }
-  return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  cli::protect_standard_streams();
   CLI::App app{"Fused communication and compute operators for mixture-of-experts inference",
                "penstock"};
   app.set_version_flag("--version", std::string(penstock::version()));
   app.require_subcommand(1);
-  bool json = false;
-  CLI::App* env =
-      app.add_subcommand("env", "Print each environment variable: name, value, default, origin");
-  env->add_flag("--json", json, "Print JSON");
+  app.footer(
+      "Exit codes: 0 ok, 1 mismatch or fault, 2 usage, 77 skipped (this build or machine cannot do "
+      "it; the reason is on standard error). A reader that leaves early (| head) is no fault.");
+  cli::Command command;
+  cli::add_generate(app, command);
+  cli::add_eval(app, command);
+  cli::add_info(app, command);
+  cli::add_convert(app, command);
+  cli::add_env(app, command);
   try {
     app.parse(argc, argv);
-    if (env->parsed()) return print_env(json);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "penstock: {}\n", error.what());
-    return 1;
+    return app.exit(error) == 0 ? cli::kExitOk : cli::kExitUsage;
   }
-  return 0;
+  return run(command);
 }
