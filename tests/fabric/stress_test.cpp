@@ -34,9 +34,9 @@ TEST_P(StressTest, NeverStaleNeverTorn) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StressTest,
-                         ::testing::Values(Case{TeamKind::kThreads, 2, "copy_engine", 20000},
-                                           Case{TeamKind::kThreads, 2, "sm", 20000},
-                                           Case{TeamKind::kThreads, 2, "direct", 16000},
+                         ::testing::Values(Case{TeamKind::kThreads, 2, "copy_engine", 10000},
+                                           Case{TeamKind::kThreads, 2, "sm", 24000},
+                                           Case{TeamKind::kThreads, 2, "direct", 22000},
                                            Case{TeamKind::kThreads, 3, "copy_engine", 8000},
                                            Case{TeamKind::kThreads, 4, "sm", 4000},
                                            Case{TeamKind::kThreads, 5, "direct", 3000},
