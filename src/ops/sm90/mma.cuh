@@ -7,17 +7,18 @@
 
 namespace penstock::sm90 {
 
-// Matrix descriptor of a K-major tile in shared memory whose rows are 128 bytes wide and written
-// with the 128-byte swizzle: eight rows a swizzle atom, 1024 bytes from one atom to the next.
-// `address` is shared_address() of a tile aligned to 1024 bytes. One step of 32 bytes along K adds
-// 2; 8192 bytes (64 rows) add 512. Source: PTX ISA, "Matrix descriptor format".
-__device__ __forceinline__ std::uint64_t descriptor_k_major_128b(std::uint32_t address) {
-  constexpr std::uint64_t kLeadingByteOffset = 1;  // not used with a swizzle; 1 by convention
-  constexpr std::uint64_t kStrideByteOffset = 1024 >> 4;
-  constexpr std::uint64_t kSwizzle128 = 1;
-  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | (kLeadingByteOffset << 16) |
-         (kStrideByteOffset << 32) | (kSwizzle128 << 62);
+// Low word of the matrix descriptor of a K-major tile in shared memory whose rows are 128 bytes
+// wide and written with the 128-byte swizzle: eight rows a swizzle atom, 1024 bytes from one atom
+// to the next. `address` is shared_address() of a tile aligned to 1024 bytes. One step of 32 bytes
+// along K adds 2; 8192 bytes (64 rows) add 512. Source: PTX ISA, "Matrix descriptor format".
+__device__ __forceinline__ std::uint32_t descriptor_k_major_128b(std::uint32_t address) {
+  constexpr std::uint32_t kLeadingByteOffset = 1;  // not used with a swizzle; 1 by convention
+  return ((address & 0x3ffff) >> 4) | (kLeadingByteOffset << 16);
 }
+// The high word, the same for all such tiles: stride from atom to atom in 16 bytes, swizzle of 128
+// bytes. It goes into the instruction wrapper as a constant; 64-bit descriptor sums cost a carry
+// chain before each instruction.
+inline constexpr std::uint32_t kDescriptorHigh128b = (1024u >> 4) | (1u << 30);
 
 // Orders register and shared-memory accesses of the warpgroup before its next matrix instructions.
 __device__ __forceinline__ void mma_fence() {
@@ -35,14 +36,18 @@ __device__ __forceinline__ void mma_wait() {
 // it.
 __device__ __forceinline__ void mma_pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
-// d[64 x 128] = a[64 x 32] b[128 x 32]^T (+ d if accumulate), E4M3 operands, f32 accumulation.
-// Thread t of the warpgroup holds d[4 j + 2 h + i] = element (16 (t / 32) + (t % 32) / 4 + 8 h, 8 j
+// a and b are descriptor low words. d[64 x 128] = a[64 x 32] b[128 x 32]^T (+ d if accumulate),
+// E4M3 operands, f32 accumulation. Thread t of the warpgroup holds d[4 j + 2 h + i] = element (16
+// (t / 32) + (t % 32) / 4 + 8 h, 8 j
 // + 2 (t % 4) + i).
-__device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint64_t a,
-                                                    std::uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint32_t a,
+                                                    std::uint32_t b, int accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
+      ".reg .b64 da, db;\n"
+      "mov.b64 da, {%64, %67};\n"
+      "mov.b64 db, {%65, %67};\n"
       "setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, "
@@ -53,7 +58,7 @@ __device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint64_
       "%40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1;\n"
+      "da, db, p, 1, 1;\n"
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
@@ -65,13 +70,13 @@ __device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint64_
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh128b));
 }
 
 // d[64 x 256] = a[64 x 16] b[256 x 16]^T (+ d if accumulate), bf16 operands, f32 accumulation. The
 // same fragment layout, j up to 31.
-__device__ __forceinline__ void mma_m64n256k16_bf16(float (&d)[128], std::uint64_t a,
-                                                    std::uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma_m64n256k16_bf16(float (&d)[128], std::uint32_t a,
+                                                    std::uint32_t b, int accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -114,7 +119,7 @@ __device__ __forceinline__ void mma_m64n256k16_bf16(float (&d)[128], std::uint64
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh128b));
 }
 
 }  // namespace penstock::sm90

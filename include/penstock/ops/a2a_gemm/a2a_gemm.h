@@ -1,0 +1,72 @@
+// The operator: all-to-all and the GEMM that consumes it, gated piece by piece.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "penstock/core/stream.h"
+#include "penstock/fabric/transport.h"
+#include "penstock/ops/a2a_gemm/heuristics.h"
+#include "penstock/ops/a2a_gemm/reference.h"
+#include "penstock/ops/a2a_gemm/shape.h"
+
+namespace penstock::a2a_gemm {
+
+// In which order a rank multiplies its chunks.
+enum class ChunkOrder : std::uint8_t {
+  kRotation,  // own first, then the next ranks: same bits every time
+  kArrival,   // own first, then whichever is there: f32 sums depend on timing, so two runs may
+              // differ in the last bit
+};
+
+enum class Fuse : std::uint8_t {
+  kAuto,    // heuristics decide
+  kAlways,  // gated piece by piece
+  kNever,   // all pieces first
+};
+
+struct Options {
+  TransportKind transport = TransportKind::kCopyEngine;
+  ChunkOrder order = ChunkOrder::kRotation;
+  Fuse fuse = Fuse::kAuto;
+  std::int32_t row_block_rows = 0;       // 0: heuristics; else a multiple of 256
+  std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
+  CpuEngineOptions engine;               // cpu, copy_engine only
+};
+
+// One rank's operator. One thread of the rank at a time; two instances of one rank may be used from
+// two threads.
+class A2aGemm {
+ public:
+  virtual ~A2aGemm() = default;
+
+  // Collective: every rank calls it with its own operands, in the same order. On cpu it returns
+  // when `out` is complete; up to two calls are in flight between ranks, since a rank that is done
+  // may start its next call while a peer still reads the previous one's chunks. X may be rewritten
+  // when run() returns. Operands' contents may change from call to call, shapes may not.
+  // Deterministic with ChunkOrder::kRotation: the result depends on the operands alone. Errors:
+  // InvalidArgument for a missing or misaligned operand; Fault when a peer does not come in time or
+  // any rank faulted (out is then undefined); the team's rearm() makes the operator usable again.
+  virtual void run(Stream stream, const Operands& operands) = 0;
+
+  virtual const Shape& shape() const noexcept = 0;
+  virtual const Config& config() const noexcept = 0;
+  virtual const Layout& layout() const noexcept = 0;
+  // What has been moved, by the transport or by direct stores.
+  virtual TransportCounters counters() const noexcept = 0;
+};
+
+// Memory outside the window that run() needs, bytes.
+std::uint64_t workspace_bytes(const Shape& shape, const Options& options);
+// Bytes of this operator's window at every rank.
+std::uint64_t window_bytes(const Shape& shape, const Options& options);
+
+// Collective. The CPU operator over host memory. Throws InvalidArgument on every rank when the
+// shapes or options of the ranks differ or are wrong, ResourceExhausted when the window does not
+// fit.
+std::unique_ptr<A2aGemm> make_cpu_a2a_gemm(TeamHandle team, const Shape& shape,
+                                           const Options& options = {});
+
+}  // namespace penstock::a2a_gemm

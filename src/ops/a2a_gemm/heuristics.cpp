@@ -1,0 +1,159 @@
+#include "penstock/ops/a2a_gemm/heuristics.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "penstock/core/error.h"
+
+namespace penstock::a2a_gemm {
+namespace {
+
+// While a copy engine moves data the whole time the GEMM loses this much (docs/a2a-gemm.md).
+constexpr double kSlowdownUnderCopies = 1.015;
+// Fusing has to be predicted to save this much: it is not worth a riskier path for less.
+constexpr double kLeastGain = 0.01;
+
+double piece_us(const Shape& shape, double rows, const Machine& machine) {
+  const double data = rows * static_cast<double>(shape.row_bytes()) / (machine.link_gbps * 1e3);
+  const double scales =
+      shape.format == Format::kFp8
+          ? machine.copy_us + rows * 4.0 * shape.scale_blocks() / (machine.link_gbps * 1e3)
+          : 0.0;
+  return machine.copy_us + data + scales + machine.signal_us;
+}
+
+// Arrival of (step, row block) at `rank`, in the order in which its sources send.
+std::vector<double> arrivals_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
+                                const Machine& machine) {
+  const std::int32_t rows = shape.rows[static_cast<std::size_t>(rank)];
+  const std::int32_t blocks = row_block_count(rows, row_block_rows);
+  std::vector<double> arrival(static_cast<std::size_t>(shape.ranks * blocks), 0.0);
+  double now = 0.0;
+  for (std::int32_t block = 0; block < blocks; ++block) {
+    const std::int32_t in_block = std::min(row_block_rows, rows - block * row_block_rows);
+    for (std::int32_t step = 1; step < shape.ranks; ++step) {
+      now += piece_us(shape, in_block, machine);
+      arrival[static_cast<std::size_t>(step * blocks + block)] = now;
+    }
+  }
+  return arrival;
+}
+
+double chunk_us(const Shape& shape, const Machine& machine) {
+  const double tflops = shape.format == Format::kBf16 ? machine.bf16_tflops : machine.fp8_tflops;
+  const double per_sm = tflops * 1e6 / machine.sms;  // FLOP a microsecond
+  return 2.0 * kTileRows * kTileColumns * shape.depth / per_sm;
+}
+
+// Rows of the result that one wave should cover: the wave's A and W then take about the same room.
+std::int32_t choose_band(const Shape& shape, std::int32_t rank) {
+  const TileGrid grid = tile_grid(shape.rows[static_cast<std::size_t>(rank)], shape.columns, 1);
+  return std::clamp(grid.cluster_rows, 1, 8);
+}
+
+}  // namespace
+
+double predict_exchange_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
+                           const Machine& machine) {
+  const std::vector<double> arrival = arrivals_us(shape, rank, row_block_rows, machine);
+  return arrival.empty() ? 0.0 : *std::max_element(arrival.begin(), arrival.end());
+}
+
+double predict_gemm_us(const Shape& shape, std::int32_t rank, const Machine& machine) {
+  const std::int32_t rows = shape.rows[static_cast<std::size_t>(rank)];
+  const TileGrid grid = tile_grid(rows, shape.columns, 1);
+  const std::vector<double> here(static_cast<std::size_t>(shape.ranks), 0.0);
+  return schedule_floor_us(grid, shape.ranks, std::max(rows, 1), machine.sms / kClusterCtas,
+                           chunk_us(shape, machine), here);
+}
+
+double schedule_floor_us(const TileGrid& grid, std::int32_t ranks, std::int32_t row_block_rows,
+                         std::int32_t clusters, double chunk_us,
+                         const std::vector<double>& arrival_us) {
+  require(ranks > 0 && clusters > 0 && row_block_rows > 0, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format(
+        "a schedule of {} ranks on {} clusters in row blocks of {}: all have to be "
+        "positive",
+        ranks, clusters, row_block_rows);
+  });
+  require(
+      arrival_us.size() % static_cast<std::size_t>(ranks) == 0, ErrorKind::kInvalidArgument, [&] {
+        return fmt::format("{} arrival times do not divide by {} ranks", arrival_us.size(), ranks);
+      });
+  const auto blocks =
+      static_cast<std::int32_t>(arrival_us.size() / static_cast<std::size_t>(ranks));
+  double last = 0.0;
+  for (std::int32_t worker = 0; worker < clusters; ++worker) {
+    double now = 0.0;
+    for (std::int32_t linear = worker; linear < grid.tiles(); linear += clusters) {
+      const TilePlace place = tile_place(grid, linear);
+      const std::int32_t block =
+          std::min(place.cluster_row * kClusterRows / row_block_rows, blocks - 1);
+      for (std::int32_t step = 0; step < ranks; ++step) {
+        now = std::max(now, arrival_us[static_cast<std::size_t>(step * blocks + block)]);
+        now += chunk_us;
+      }
+    }
+    last = std::max(last, now);
+  }
+  return last;
+}
+
+Config choose(const Shape& shape, std::int32_t rank, const Machine& machine,
+              std::int32_t row_block_rows) {
+  validate(shape);
+  require(rank >= 0 && rank < shape.ranks, ErrorKind::kInvalidArgument,
+          [&] { return fmt::format("a2a_gemm: rank {} of {}", rank, shape.ranks); });
+  require(row_block_rows >= 0 && row_block_rows % kClusterRows == 0, ErrorKind::kInvalidArgument,
+          [&] {
+            return fmt::format(
+                "a2a_gemm: row_block_rows is {}; give 0 to have it chosen, or a multiple of {}, so "
+                "that no tile spans two announcements",
+                row_block_rows, kClusterRows);
+          });
+  Config best;
+  best.band = choose_band(shape, rank);
+  best.gemm_us = predict_gemm_us(shape, rank, machine);
+  // Every rank has to come to the same row block, so it is chosen for the rank with most rows.
+  const auto at = std::max_element(shape.rows.begin(), shape.rows.end()) - shape.rows.begin();
+  const auto busiest = static_cast<std::int32_t>(at);
+  const std::int32_t rows = max_rows(shape);
+  const auto fused = [&](std::int32_t of, std::int32_t block_rows) {
+    const std::int32_t its_rows = shape.rows[static_cast<std::size_t>(of)];
+    return kSlowdownUnderCopies *
+           schedule_floor_us(tile_grid(its_rows, shape.columns, choose_band(shape, of)),
+                             shape.ranks, block_rows, machine.sms / kClusterCtas,
+                             chunk_us(shape, machine), arrivals_us(shape, of, block_rows, machine));
+  };
+  best.row_block_rows = row_block_rows;
+  if (row_block_rows == 0) {
+    best.row_block_rows = kClusterRows;
+    double least = rows > 0 ? fused(busiest, kClusterRows) : 0.0;
+    for (std::int32_t block = 2 * kClusterRows; block < 2 * rows; block *= 2) {
+      // Larger pieces win ties: fewer copies, fewer words.
+      const double time = fused(busiest, block);
+      if (time <= least * 1.002) {
+        best.row_block_rows = block;
+        least = std::min(least, time);
+      }
+    }
+  }
+  if (shape.rows[static_cast<std::size_t>(rank)] > 0) {
+    best.exchange_us = predict_exchange_us(shape, rank, max_rows(shape), machine);
+    best.fused_us = fused(rank, best.row_block_rows);
+    best.unfused_us = best.exchange_us + machine.launch_us + best.gemm_us;
+  }
+  best.fuse = shape.ranks > 1 && best.fused_us < (1.0 - kLeastGain) * best.unfused_us;
+  return best;
+}
+
+std::string describe(const Config& c) {
+  return fmt::format(
+      "{}: pieces of {} rows, bands of {} cluster tiles; predicted {:.1f} us fused, {:.1f} us "
+      "unfused (exchange {:.1f}, GEMM {:.1f})",
+      c.fuse ? "fused" : "unfused", c.row_block_rows, c.band, c.fused_us, c.unfused_us,
+      c.exchange_us, c.gemm_us);
+}
+
+}  // namespace penstock::a2a_gemm
