@@ -9,9 +9,6 @@
 namespace penstock::decode {
 namespace {
 
-// Shared memory beside activations, partial sums and ring: barriers, routing tables, staging. The
-// kernel asserts that its structure is not larger.
-constexpr int kFixedBytes = 20 * 1024;
 constexpr int kMaxBlockTiles = 8;
 
 int power_of_two_at_least(int n) {
@@ -23,7 +20,7 @@ int power_of_two_at_least(int n) {
 int activation_bytes(const DecodeShape& shape, int rows) {
   const auto row = [](int columns) { return 2 * columns + 16; };
   const int attention = kHeadGroup * 1168 + kChunkPicks * 1168 + 4 * kChunkPicks * kHeadGroup * 4 +
-                        kHeadGroup * 80 + rows * 1168;
+                        kHeadGroup * 160 + rows * 1168;
   const int combine = row(kLatent) + 5 * kLatent * 4;
   return std::max({rows * row(shape.hidden), rows * row(shape.q_lora), rows * row(kNope), attention,
                    combine, rows * row(shape.local_heads() * kValue),

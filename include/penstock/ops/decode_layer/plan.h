@@ -30,7 +30,9 @@ inline constexpr int kMaxSplits = kMaxPicks / kSplitPicks;
 inline constexpr int kHeadGroup = 8;     // heads of one attention task: the N of an mma
 inline constexpr int kPacketValues = 6;  // bf16 values a 16-byte packet carries beside its tag
 inline constexpr int kPartialPackets = (kLatent + kPacketValues - 1) / kPacketValues + 1;
-inline constexpr int kMaxWaveUnits = 96;
+inline constexpr int kMaxWaveUnits = 72;
+// Shared memory of a CTA beside activations, partial sums and ring: barriers, routing, staging.
+inline constexpr int kFixedBytes = 11776;
 
 PENSTOCK_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,1820 @@
+// One GLM-5 MoE decoder layer (or several in a row) as one persistent launch on sm_90a.
+//
+// One CTA an SM, 16 warps. Every warp owns a private ring of weight units: it consumes a unit with
+// tensor-core instructions and at once asks the bulk-copy engine for the next one of its static
+// list, so weights of later stages arrive while the CTA waits for data; only the experts' units
+// wait for the routing. Values cross CTAs as packets (12 bytes and their tag), polled in place.
+// docs/decode-layer.md has stages, hand-offs and their predicted cost.
+//
+// Tags. A counter in memory holds the number of layers done; the tag of a layer is that number with
+// the top bit set, its low bit picks one of two mailbox halves. Every CTA produces a block of each
+// row gather and consumes all of them, so a CTA that writes layer n + 2 knows that every CTA has
+// finished layer n.
+#pragma once
+
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include "ops/decode_layer/cuda/decode_device.cuh"
+#include "ops/decode_layer/cuda/launch.h"
+
+namespace penstock::decode {
+namespace {
+
+using namespace device;
+
+enum Stream : int { kQkvA, kQB, kUk, kUv, kO, kRouter, kShared, kRouted, kDown, kStreams };
+
+constexpr std::uint32_t kFullMask = 0xffffffffU;
+constexpr int kMaxRingSlots = 5;
+constexpr int kOutPitch = 64;  // columns of a block, 8 tiles
+constexpr int kKvPitch =
+    2 * kKvRow + 16;                   // bytes; 16 mod 128, so that ldmatrix meets no bank twice
+constexpr int kProbabilityPitch = 40;  // bf16
+constexpr int kMaxPairs = 8 * (kMaxTopK + 1);
+
+// Where a warp's list of units stands, in shared memory: only the way from one segment to the next
+// needs it.
+struct Cursor {
+  int layer, stream, segment;
+};
+struct Segment {
+  const std::uint8_t* base;
+  int units;  // 0: the stream has no more
+  int bytes;  // of a unit
+};
+
+struct Fixed {
+  Cursor cursor[kWarps];
+  std::uint64_t full[kWarps][kMaxRingSlots];
+  float2 rotation[8][kRope / 2];  // cos, sin
+  float reduce[kWarps][8];
+  float row_up[8];
+  float out[8 * kOutPitch];
+  float own[8 * kOutPitch];  // residual stream, this CTA's columns
+  float pair_weight[kMaxPairs];
+  float top_weight[8][kMaxTopK];
+  int top_expert[8][kMaxTopK];
+  std::uint32_t active_bits[kMaxExperts / 32];
+  std::uint16_t active[kMaxExperts + 1];  // [0] is the shared expert, then routed ones, ascending
+  alignas(16) std::uint8_t
+      position[(kMaxExperts + 1) * 8];  // [active][row]: 0, or 1 + index among the row's experts
+  int active_count;
+  int routed_begin, routed_end;  // up/gate tiles of this CTA
+  float running_max[kHeadGroup], running_sum[kHeadGroup], rescale[kHeadGroup];
+  float split_weight[kMaxSplits];
+  std::int64_t slot[8];
+  int dead;
+};
+static_assert(sizeof(Fixed) <= kFixedBytes);
+
+__device__ __forceinline__ int quotient(int x, const Divisor& d) {
+  return d.d == 1 ? x : static_cast<int>(__umulhi(static_cast<std::uint32_t>(x), d.reciprocal));
+}
+
+// Called now and then by a wait that does not end. Returns when the wait began, or kGiveUp. The
+// first expired wait of a launch writes the record. Free and not inlined: a member would force the
+// machine's state out of registers.
+constexpr std::uint64_t kGiveUp = ~std::uint64_t{0};
+__device__ __noinline__ std::uint64_t give_up(const DecodeArguments& a, Fixed& f,
+                                              std::uint64_t start, int layer, int stage, int index,
+                                              std::uint32_t expected, std::uint32_t seen) {
+  volatile int* dead = &f.dead;
+  if (*dead != 0) return kGiveUp;
+  volatile std::uint32_t* abort_word = a.counter + 2;
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  if (start == 0) start = now;
+  // Waits inside the GPU allow a quarter more, so that the wait for a peer, which is the cause,
+  // expires first.
+  const bool for_peer = stage == kStageReduceAttention || stage == kStageReduceExperts;
+  const bool late = now - start > (for_peer ? a.deadline_ns : a.deadline_ns + a.deadline_ns / 4);
+  if (*abort_word == 0 && !late) return start;
+  *dead = 1;
+  if (late && atomicCAS(a.counter + 2, 0U, 1U) == 0U) {
+    FaultRecord& r = *a.fault;
+    r.rank = a.plan.rank;
+    r.peer = -1;
+    r.op = layer;
+    r.stage = stage;
+    r.region = static_cast<std::int32_t>(blockIdx.x);
+    r.index = index;
+    r.expected = expected;
+    r.seen = seen;
+    r.waited_ns = now - start;
+    r.cause = static_cast<std::uint32_t>(FaultCause::kDeadline);
+    __threadfence_system();
+    *const_cast<volatile std::uint32_t*>(&r.valid) = 1;
+  }
+  return kGiveUp;
+}
+
+template <int R>
+constexpr int kLogRows = R == 1   ? 0
+                         : R == 2 ? 1
+                         : R == 4 ? 2
+                                  : 3;
+
+// All N packets, every load of a round in flight at once.
+template <int N, bool kSystem = false>
+__device__ __forceinline__ void poll_packets(const DecodeArguments& a, Fixed& f, int layer,
+                                             std::uint32_t tag, const uint4* const (&from)[N],
+                                             uint4 (&to)[N], int stage) {
+  std::uint32_t rounds = 0;
+  std::uint64_t start = 0;
+  while (true) {
+    const uint4* late = nullptr;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i] = kSystem ? load_system_packet(from[i]) : load_local_packet(from[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) late = to[i].w == tag ? late : from[i];
+    if (late == nullptr) return;
+    // One late packet stands for the rest: polling them all would take bandwidth from those who
+    // compute them.
+    while (true) {
+      const uint4 x = kSystem ? load_system_packet(late) : load_local_packet(late);
+      if (x.w == tag) break;
+      if ((++rounds & 127U) == 0) {
+        start =
+            give_up(a, f, start, layer, stage,
+                    static_cast<int>((reinterpret_cast<const std::uint8_t*>(late) - a.boxes) / 16),
+                    tag, x.w);
+        if (start == kGiveUp) return;
+      }
+    }
+  }
+}
+
+// Adds a pair of bf16 to a sum of squares (kNorm) or a maximum.
+template <bool kNorm>
+__device__ __forceinline__ float add_pair(float v, std::uint32_t pair) {
+  const float x = bf16_low(pair);
+  const float y = bf16_high(pair);
+  if constexpr (kNorm) return v + (x * x + y * y);
+  return fmaxf(v, fmaxf(fabsf(x), fabsf(y)));
+}
+
+__device__ __forceinline__ void load_gains(float2 (&gains)[8], const float* from, int columns) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+    gains[k] = i < columns / 2 ? __ldg(reinterpret_cast<const float2*>(from) + i)
+                               : make_float2(0.0F, 0.0F);
+  }
+}
+
+// Second half of a row gather: bf16 rows in `act`, per-thread sums (or maxima) of rows in v; leaves
+// f16 rows.
+template <int R, bool kNorm>
+__device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::uint8_t* act,
+                                            float (&v)[R], int columns, int stride,
+                                            const float2 (&gains)[8], float eps) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int warp = tid / 32;
+  const int lane = tid % 32;
+#pragma unroll
+  for (int s = 0; s < R; ++s) {
+    v[s] = kNorm ? warp_sum(v[s]) : warp_max(v[s]);
+    if (lane == 0) f.reduce[warp][s] = v[s];
+  }
+  __syncthreads();
+  float total = f.reduce[0][lane % R];  // lane s: row s
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    const float x = f.reduce[w][lane % R];
+    total = kNorm ? total + x : fmaxf(total, x);
+  }
+  float mine;
+  if constexpr (kNorm) {
+    mine = rsqrtf(total / static_cast<float>(columns) + eps);
+  } else {
+    float up;
+    row_scale(total, mine, up);
+    if (tid < R) f.row_up[tid] = up;
+  }
+#pragma unroll 1
+  for (int s = 0; s < p.rows; ++s) {
+    const float down = __shfl_sync(kFullMask, mine, s);
+    auto* row = reinterpret_cast<std::uint32_t*>(act + s * stride);
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int i = tid + k * kThreads;
+        if (i < columns / 2) {
+          const std::uint32_t x = row[i];
+          row[i] = pack_f16(round_bf16(bf16_low(x) * down * gains[k].x),
+                            round_bf16(bf16_high(x) * down * gains[k].y));
+        }
+      }
+    } else {
+#pragma unroll 2
+      for (int i = tid; i < columns / 2; i += kThreads) {
+        const std::uint32_t x = row[i];
+        row[i] = pack_f16(bf16_low(x) * down, bf16_high(x) * down);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// Where a row gather reads, and what it makes of it.
+struct RowGather {
+  const uint4* box;
+  std::uint32_t tag;
+  int blocks, used_blocks, packets, block_columns, columns, stride, stage, layer;
+  const float* gain;
+  float eps;
+};
+
+// Gathers rows of `columns` bf16 from a box of `blocks` blocks of `packets` packets
+// (`block_columns` values each) and leaves them as f16: normalised with `gain` (kNorm), or scaled
+// by a power of two (f.row_up undoes it). Not inlined: a layer runs through all of the kernel's
+// code once, so code that is not shared costs instruction fetches.
+template <int R, bool kNorm>
+__device__ __noinline__ void gather_rows(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
+                                         const RowGather& q0) {
+  const RowGather q = q0;
+  const DecodePlan& p = a.plan;
+  const int tid = static_cast<int>(threadIdx.x);
+  constexpr int kRowBatch = R < 4 ? R : 4;
+  float2 gains[8];
+  if constexpr (kNorm) load_gains(gains, q.gain, q.columns);
+  float v[R];
+#pragma unroll
+  for (int s = 0; s < R; ++s) v[s] = 0.0F;
+  const int total = q.used_blocks * q.packets;
+  const int pitch = q.blocks * q.packets;
+#pragma unroll 1
+  for (int base = tid; base < total; base += 2 * kThreads) {
+    const int second = base + kThreads < total ? base + kThreads : base;
+#pragma unroll
+    for (int s0 = 0; s0 < R; s0 += kRowBatch) {
+      const uint4* from[2 * kRowBatch];
+      uint4 got[2 * kRowBatch];
+#pragma unroll
+      for (int i = 0; i < kRowBatch; ++i) {
+        const uint4* row = q.box + min(s0 + i, p.rows - 1) * pitch;
+        from[2 * i] = row + base;
+        from[2 * i + 1] = row + second;
+      }
+      poll_packets<2 * kRowBatch>(a, f, q.layer, q.tag, from, got, q.stage);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int at = k == 0 ? base : second;
+        const int block = at / q.packets;
+        const int first = (at - block * q.packets) * kPacketValues;
+        const int column = block * q.block_columns + first;
+        const int n =
+            k == 1 && second == base ? 0 : min(q.block_columns - first, q.columns - column);
+#pragma unroll
+        for (int i = 0; i < kRowBatch; ++i) {
+          const uint4 x = got[2 * i + k];
+          const int s = s0 + i;
+          if (s >= p.rows || n <= 0) continue;
+          auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column * 2);
+          to[0] = x.x;
+          v[s] = add_pair<kNorm>(v[s], x.x);
+          if (n > 2) {
+            to[1] = x.y;
+            v[s] = add_pair<kNorm>(v[s], x.y);
+          }
+          if (n > 4) {
+            to[2] = x.z;
+            v[s] = add_pair<kNorm>(v[s], x.z);
+          }
+        }
+      }
+    }
+  }
+  finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, gains, q.eps);
+}
+
+// The launch's input rows, from memory.
+template <int R>
+__device__ __noinline__ void load_input(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
+                                        int stride) {
+  const DecodePlan& p = a.plan;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int cta = static_cast<int>(blockIdx.x);
+  float2 gains[8];
+  load_gains(gains, reinterpret_cast<const float*>(a.layer[0].weights + a.weights.norm_input),
+             p.hidden);
+  float v[R];
+#pragma unroll
+  for (int s = 0; s < R; ++s) {
+    v[s] = 0.0F;
+    if (s >= p.rows) continue;
+    const auto* from =
+        reinterpret_cast<const std::uint32_t*>(a.x_in + static_cast<std::int64_t>(s) * p.hidden);
+    for (int i = tid; i < p.hidden / 2; i += kThreads) {
+      const std::uint32_t x = from[i];
+      *reinterpret_cast<std::uint32_t*>(act + s * stride + i * 4) = x;
+      v[s] = add_pair<true>(v[s], x);
+    }
+  }
+  for (int i = tid; i < p.rows * kOutPitch; i += kThreads) {
+    const int s = i / kOutPitch;
+    const int column = cta * p.o.block_tiles * 8 + i % kOutPitch;
+    f.own[i] = i % kOutPitch < p.o.block_tiles * 8 && column < p.hidden
+                   ? __uint_as_float(static_cast<std::uint32_t>(
+                                         a.x_in[static_cast<std::int64_t>(s) * p.hidden + column])
+                                     << 16)
+                   : 0.0F;
+  }
+  finish_rows<R, true>(p, f, act, v, p.hidden, stride, gains, a.eps);
+}
+
+// All-reduce of this CTA's columns (f.out) over the ranks plus the residual (f.own): bf16
+// partials, summed in rank order in f32. The new residual is published to `to` (or stored as the
+// launch's result) and kept in f.own.
+__device__ __noinline__ void reduce_columns(const DecodeArguments& a, Fixed& f, int layer,
+                                            std::uint32_t tag, std::int64_t window, uint4* to,
+                                            bool last, int stage) {
+  const DecodePlan& p = a.plan;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int cta = static_cast<int>(blockIdx.x);
+  const int packets = p.o.packets;
+  const int columns = p.o.block_tiles * 8;
+  const std::int64_t rank_pitch = static_cast<std::int64_t>(p.capacity) * p.grid * packets;
+  for (int i = tid; i < p.rows * packets; i += kThreads) {
+    const int s = i / packets;
+    const int j = i - s * packets;
+    const int n = columns - j * kPacketValues;
+    const int at = s * kOutPitch + j * kPacketValues;
+    const std::uint32_t w0 = pack_bf16(f.out[at], f.out[at + 1]);
+    const std::uint32_t w1 = n > 2 ? pack_bf16(f.out[at + 2], f.out[at + 3]) : 0U;
+    const std::uint32_t w2 = n > 4 ? pack_bf16(f.out[at + 4], f.out[at + 5]) : 0U;
+    const std::int64_t offset =
+        window + (static_cast<std::int64_t>(s) * p.grid + cta) * packets + j;
+    for (int k = 0; k < p.ranks; ++k) {
+      const int peer = (p.rank + k) % p.ranks;
+      uint4* slot = reinterpret_cast<uint4*>(a.self_loop ? a.window : a.peers[peer]) + offset +
+                    rank_pitch * (a.self_loop ? peer : p.rank);
+      store_system_packet(slot, w0, w1, w2, tag);
+    }
+    const uint4* mine = reinterpret_cast<const uint4*>(a.window) + offset;
+    const uint4* from[kMaxRanks];
+    uint4 got[kMaxRanks];
+#pragma unroll
+    for (int k = 0; k < kMaxRanks; ++k) from[k] = mine + rank_pitch * min(k, p.ranks - 1);
+    poll_packets<kMaxRanks, true>(a, f, layer, tag, from, got, stage);
+    float y[6] = {0.0F, 0.0F, 0.0F, 0.0F, 0.0F, 0.0F};
+#pragma unroll
+    for (int k = 0; k < kMaxRanks; ++k) {
+      if (k < p.ranks) {
+        y[0] += bf16_low(got[k].x);
+        y[1] += bf16_high(got[k].x);
+        y[2] += bf16_low(got[k].y);
+        y[3] += bf16_high(got[k].y);
+        y[4] += bf16_low(got[k].z);
+        y[5] += bf16_high(got[k].z);
+      }
+    }
+    std::uint32_t w[3];
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      if (2 * k >= n) {
+        w[k] = 0U;
+        continue;
+      }
+      w[k] = pack_bf16(f.own[at + 2 * k] + y[2 * k], f.own[at + 2 * k + 1] + y[2 * k + 1]);
+      f.own[at + 2 * k] = bf16_low(w[k]);
+      f.own[at + 2 * k + 1] = bf16_high(w[k]);
+    }
+    if (!last) {
+      store_local_packet(to + (static_cast<std::int64_t>(s) * p.grid + cta) * packets + j, w[0],
+                         w[1], w[2], tag);
+    } else if (f.slot[s] >= 0 && f.dead == 0) {
+      const int column = cta * columns + j * kPacketValues;
+      auto* out = reinterpret_cast<std::uint32_t*>(
+          a.x_out + static_cast<std::int64_t>(s) * p.hidden + column);
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        if (2 * k < n && column + 2 * k < p.hidden) out[k] = w[k];
+      }
+    }
+  }
+}
+
+// Publishes `columns` values of each row from f.out as bf16: packet j of (row, block).
+__device__ __noinline__ void publish_block(const DecodeArguments& a, const Fixed& f, uint4* box,
+                                           std::uint32_t tag, int blocks, int block, int packets,
+                                           int columns) {
+  const DecodePlan& p = a.plan;
+  const int tid = static_cast<int>(threadIdx.x);
+  for (int i = tid; i < p.rows * packets; i += kThreads) {
+    const int s = i / packets;
+    const int j = i - s * packets;
+    const float* v = f.out + s * kOutPitch + j * kPacketValues;
+    const int n = columns - j * kPacketValues;
+    store_local_packet(box + (static_cast<std::int64_t>(s) * blocks + block) * packets + j,
+                       pack_bf16(v[0], v[1]), n > 2 ? pack_bf16(v[2], v[3]) : 0U,
+                       n > 4 ? pack_bf16(v[4], v[5]) : 0U, tag);
+  }
+}
+
+// A stream is a sequence of segments, contiguous units; warp w takes the units w, w + 16, ... of
+// the sequence.
+__device__ __forceinline__ Segment block_segment(const DecodePlan& p, const std::uint8_t* weights,
+                                                 int segment, const MatrixPlan& m) {
+  const int cta = static_cast<int>(blockIdx.x);
+  const int block = cta + segment * p.grid;
+  if (block >= m.blocks) return {nullptr, 0, 0};
+  const int tile = block * m.block_tiles;
+  return {weights + static_cast<std::int64_t>(tile) * m.chunks * m.unit_bytes(),
+          min(m.block_tiles, m.tiles - tile) * m.chunks, m.unit_bytes()};
+}
+__device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const Fixed& f,
+                                                const Cursor& c) {
+  const DecodePlan& p = a.plan;
+  const int cta = static_cast<int>(blockIdx.x);
+  const std::uint8_t* weights = a.layer[c.layer].weights;
+  int bytes;
+  switch (c.stream) {
+    case kQkvA:
+      return block_segment(p, weights + a.weights.qkv_a, c.segment, p.qkv_a);
+    case kQB:
+      return block_segment(p, weights + a.weights.q_b, c.segment, p.q_b);
+    case kUk:
+      return block_segment(p, weights + a.weights.uk, c.segment, p.uk);
+    case kUv: {
+      bytes = p.uv.unit_bytes();
+      const int task = cta + c.segment * p.grid;
+      if (task >= p.uv_tasks(p.rows)) return {nullptr, 0, 0};
+      const int units = p.uv_part_tiles() * p.uv.chunks;
+      return {weights + a.weights.uv +
+                  static_cast<std::int64_t>(task % (p.heads * p.uv_parts)) * units * bytes,
+              units, bytes};
+    }
+    case kO:
+      return block_segment(p, weights + a.weights.o, c.segment, p.o);
+    case kRouter: {
+      bytes = p.router_unit_k * 2;
+      const int first = cta * p.router_rows;
+      if (c.segment > 0 || first >= p.experts) return {nullptr, 0, 0};
+      return {
+          weights + a.weights.router + static_cast<std::int64_t>(first) * p.router_chunks * bytes,
+          min(p.router_rows, p.experts - first) * p.router_chunks, bytes};
+    }
+    case kShared:
+    case kRouted: {
+      bytes = p.up_gate.unit_bytes();
+      int begin = cta * p.up_gate.tiles / p.grid;
+      int end = (cta + 1) * p.up_gate.tiles / p.grid;
+      int expert = p.experts;
+      if (c.stream == kRouted) {
+        const int index = quotient(f.routed_begin, a.by_mid_packets) + c.segment;
+        begin = max(0, f.routed_begin - index * p.up_gate.tiles);
+        end = min(p.up_gate.tiles, f.routed_end - index * p.up_gate.tiles);
+        if (begin >= end) return {nullptr, 0, 0};
+        expert = f.active[1 + index];
+      } else if (c.segment > 0) {
+        return {nullptr, 0, 0};
+      }
+      return {weights + a.weights.up_gate +
+                  (static_cast<std::int64_t>(expert) * p.up_gate.tiles + begin) * p.up_gate.chunks *
+                      bytes,
+              (end - begin) * p.up_gate.chunks, bytes};
+    }
+    default: {
+      bytes = p.down.unit_bytes();
+      if (c.segment >= f.active_count) return {nullptr, 0, 0};
+      const int tile = cta * p.down.block_tiles;
+      return {weights + a.weights.down +
+                  (static_cast<std::int64_t>(f.active[c.segment]) * p.down.tiles + tile) *
+                      p.down.chunks * bytes,
+              min(p.down.block_tiles, p.down.tiles - tile) * p.down.chunks, bytes};
+    }
+  }
+}
+// Moves a warp's cursor to the segment that holds its next unit, `skip` units on. units: how many
+// lie there from this unit on; 0: nothing more is known yet (then `skip` stays valid: it is
+// returned in bytes).
+__device__ __noinline__ Segment open_next(const DecodeArguments& a, Fixed& f, int skip,
+                                          int routed_layer) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  Cursor c = f.cursor[warp];
+  Segment out{nullptr, 0, 0};
+  while (true) {
+    if (c.layer >= a.layers || (c.stream >= kRouted && c.layer > routed_layer)) break;
+    const Segment s = next_segment(a, f, c);
+    if (s.units == 0) {
+      c.segment = 0;
+      skip = warp;
+      if (++c.stream == kStreams) {
+        c.stream = 0;
+        ++c.layer;
+      }
+      continue;
+    }
+    ++c.segment;
+    if (skip < s.units) {
+      out = {s.base + skip * s.bytes, s.units - skip, s.bytes};
+      break;
+    }
+    skip -= s.units;
+  }
+  if (out.units == 0) out.bytes = skip;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) f.cursor[warp] = c;
+  __syncwarp();
+  return out;
+}
+
+template <int R>
+struct Machine {
+  const DecodeArguments& a;
+  const DecodePlan& p;
+  Fixed& f;
+  std::uint8_t* act;
+  float* partial;
+  std::uint32_t act_address, ring, barriers;
+  int tid, warp, lane, g, t, cta;
+  std::uint64_t policy;
+  // Ring: units consumed and asked for; the cursor names the next unit to ask for.
+  int in_flight = 0, issue_slot = 0, use_slot = 0;
+  std::uint32_t use_parity = 0;
+  int cursor_skip = 0, cursor_left = 0;
+  int cursor_bytes = 0, routed_layer = -1;
+  bool cursor_blocked = false;
+  const std::uint8_t* cursor_from = nullptr;
+  // Layer
+  int layer = 0;
+  std::uint32_t tag = 0;
+  uint4* box = nullptr;
+  std::int64_t window_at = 0;
+
+  __device__ Machine(const DecodeArguments& arguments, Fixed& fixed, std::uint8_t* activations,
+                     float* partials, std::uint8_t* ring_base)
+      : a(arguments), p(arguments.plan), f(fixed), act(activations), partial(partials) {
+    tid = static_cast<int>(threadIdx.x);
+    warp = tid / 32;
+    lane = tid % 32;
+    g = lane / 4;
+    t = lane % 4;
+    cta = static_cast<int>(blockIdx.x);
+    act_address = shared_address(act);
+    ring = shared_address(ring_base) + static_cast<std::uint32_t>(warp * p.ring_slots * kSlotBytes);
+    barriers = shared_address(&f.full[warp][0]);
+    policy = evict_first_policy();
+    cursor_skip = warp;
+  }
+
+  // ---- waiting
+  // ----------------------------------------------------------------------------------------------------
+
+  template <int N, bool kSystem = false>
+  __device__ __forceinline__ void poll(const uint4* const (&from)[N], uint4 (&to)[N], int stage) {
+    poll_packets<N, kSystem>(a, f, layer, tag, from, to, stage);
+  }
+
+  // ---- weight ring
+  // --------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void pump() {
+    if (cursor_blocked) return;
+    while (in_flight < p.ring_slots) {
+      if (cursor_left <= 0) {
+        const Segment next = open_next(a, f, cursor_skip, routed_layer);
+        if (next.units == 0) {
+          cursor_skip = next.bytes;
+          cursor_blocked = true;
+          return;
+        }
+        cursor_from = next.base;
+        cursor_left = next.units;
+        cursor_bytes = next.bytes;
+      }
+      if (lane == 0) {
+        bulk_load(ring + static_cast<std::uint32_t>(issue_slot * kSlotBytes), cursor_from,
+                  static_cast<std::uint32_t>(cursor_bytes),
+                  barriers + static_cast<std::uint32_t>(issue_slot) * 8U, policy);
+      }
+      cursor_from += kWarps * cursor_bytes;
+      cursor_left -= kWarps;
+      if (cursor_left <= 0) cursor_skip = -cursor_left;
+      ++in_flight;
+      if (++issue_slot == p.ring_slots) issue_slot = 0;
+    }
+  }
+
+  // Address of the next unit in shared memory, arrived.
+  __device__ __forceinline__ std::uint32_t acquire() {
+    const std::uint32_t barrier = barriers + static_cast<std::uint32_t>(use_slot) * 8U;
+    std::uint32_t rounds = 0;
+    std::uint64_t start = 0;
+    while (!barrier_try_wait(barrier, use_parity)) {
+      if ((++rounds & 127U) == 0) {
+        start = give_up(a, f, start, layer, kStageCount, use_slot, 0, 0);
+        if (start == kGiveUp) break;
+      }
+    }
+    return pin(ring + static_cast<std::uint32_t>(use_slot * kSlotBytes));
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    --in_flight;
+    if (++use_slot == p.ring_slots) {
+      use_slot = 0;
+      use_parity ^= 1U;
+    }
+    pump();
+  }
+
+  // ---- products
+  // -----------------------------------------------------------------------------------------------------
+
+  template <bool kUkScales>
+  __device__ __forceinline__ void step(std::uint32_t unit, std::uint32_t row, int j,
+                                       const float4& scale, float& even, float& odd) {
+    const uint4 w = load_shared(unit + static_cast<std::uint32_t>(j * 512 + lane * 16));
+    const uint4 x0 = load_shared(row + static_cast<std::uint32_t>(j * 128));
+    const uint4 x1 = load_shared(row + static_cast<std::uint32_t>(j * 128 + 16));
+    float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+    mma_f16(d, x0.x, x0.y, widen_e4m3(w.x), widen_e4m3(w.x >> 16));
+    mma_f16(d, x0.z, x0.w, widen_e4m3(w.y), widen_e4m3(w.y >> 16));
+    mma_f16(d, x1.x, x1.y, widen_e4m3(w.z), widen_e4m3(w.z >> 16));
+    mma_f16(d, x1.z, x1.w, widen_e4m3(w.w), widen_e4m3(w.w >> 16));
+    if constexpr (kUkScales) {
+      const float s = j == 0 ? scale.x : j == 1 ? scale.y : scale.z;
+      even += s * d[0];
+      odd += s * d[1];
+    } else {
+      even += (j < 2 ? scale.x : scale.z) * d[0];
+      odd += (j < 2 ? scale.y : scale.w) * d[1];
+    }
+  }
+
+  // Product of one unit with the activation row whose first column (of this lane) lies at `row`:
+  // output rows 2 t and 2 t + 1 of the tile for activation row g. f32 within 64 columns, then
+  // scaled sums in column order.
+  template <bool kUkScales>
+  __device__ __forceinline__ float2 unit_dot(std::uint32_t unit, std::uint32_t row, int unit_k) {
+    float even = 0.0F;
+    float odd = 0.0F;
+    const float4 scale = load_shared_f32(unit + static_cast<std::uint32_t>(kTileRows * unit_k));
+    if (unit_k == 256) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) step<kUkScales>(unit, row, j, scale, even, odd);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < unit_k / 64; ++j) step<kUkScales>(unit, row, j, scale, even, odd);
+    }
+    return make_float2(even, odd);
+  }
+
+  // One block: `tiles` tiles x `chunks` units, [tile][chunk], whose first has the linear number
+  // `first` in the warps' lists. Leaves the sums, in chunk order, in f.out[row][tile * 8 + output
+  // row], times `up[row]` where given.
+  template <int Q, bool kUkScales = false>
+  __device__ __forceinline__ void block_product(int first, int tiles, int chunks, int unit_k,
+                                                int rows, int stride, std::uint32_t from,
+                                                const float* up) {
+    const std::uint32_t row = from + static_cast<std::uint32_t>(min(g, rows - 1) * stride + t * 32);
+    const int wave_tiles = p.wave_units / chunks;
+    const int r = tid & 7;
+    const int s = (tid >> 3) & (Q - 1);
+    const int tile = tid >> (3 + kLogRows<Q>);
+    for (int tile0 = 0; tile0 < tiles; tile0 += wave_tiles) {
+      const int count = min(wave_tiles, tiles - tile0);
+      const int units = count * chunks;
+      int i = (warp - first - tile0 * chunks) & (kWarps - 1);
+      int chunk = i % chunks;
+      for (; i < units; i += kWarps) {
+        const std::uint32_t unit = acquire();
+        const float2 d = unit_dot<kUkScales>(
+            unit, pin(row) + static_cast<std::uint32_t>(chunk * unit_k * 2), unit_k);
+        if (g < Q) *reinterpret_cast<float2*>(partial + (i * Q + g) * 8 + 2 * t) = d;
+        release();
+        chunk += kWarps;
+        while (chunk >= chunks) chunk -= chunks;
+      }
+      __syncthreads();
+      if (tile < count) {
+        float sum = 0.0F;
+#pragma unroll 8
+        for (int k = 0; k < chunks; ++k) sum += partial[((tile * chunks + k) * Q + s) * 8 + r];
+        if (up != nullptr) sum *= up[s];
+        if (s < rows) f.out[s * kOutPitch + (tile0 + tile) * 8 + r] = sum;
+      }
+      __syncthreads();
+    }
+  }
+
+  // ---- hand-offs
+  // ----------------------------------------------------------------------------------------------------
+
+  // ---- stages
+  // -------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ const float* parameters(std::int64_t at) const {
+    return reinterpret_cast<const float*>(a.layer[layer].weights + at);
+  }
+  // Rows of the residual stream from all CTAs' columns, normalised.
+  __device__ __forceinline__ void gather_hidden(const uint4* from, std::uint32_t of_tag,
+                                                std::int64_t gain, int stage) {
+    gather_rows<R, true>(a, f, act,
+                         {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * 8, p.hidden,
+                          2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
+  }
+
+  __device__ __forceinline__ void qkv_a() {
+    const MatrixPlan& m = p.qkv_a;
+    const int stride = 2 * p.hidden + 16;
+    int first = 0;
+    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
+      block_product<R>(first, min(m.block_tiles, m.tiles - block * m.block_tiles), m.chunks,
+                       m.unit_k, p.rows, stride, act_address, nullptr);
+      publish_block(a, f, box + p.box_qkv_a, tag, m.blocks, block, m.packets, m.block_tiles * 8);
+    }
+  }
+
+  __device__ __forceinline__ void q_b() {
+    const int stride = 2 * p.q_lora + 16;
+    const int in_columns = p.qkv_a.block_tiles * 8;
+    gather_rows<R, true>(a, f, act,
+                         {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
+                          p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
+                          parameters(a.weights.norm_q), a.eps_latent});
+    const MatrixPlan& m = p.q_b;
+    int first = 0;
+    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
+      block_product<R>(first, min(m.block_tiles, m.tiles - block * m.block_tiles), m.chunks,
+                       m.unit_k, p.rows, stride, act_address, nullptr);
+      const int columns = m.block_tiles * 8;
+      const int in_head = block * columns % kQueryHead;
+      if (in_head >= kNope) {  // a block lies in one part of a head
+        for (int i = tid; i < p.rows * columns / 2; i += kThreads) {
+          const int s = i / (columns / 2);
+          const int pair = i - s * (columns / 2);
+          const float2 cs = f.rotation[s][(in_head - kNope) / 2 + pair];
+          float* v2 = f.out + s * kOutPitch + pair * 2;
+          const float x = v2[0];
+          const float y = v2[1];
+          v2[0] = x * cs.x - y * cs.y;
+          v2[1] = x * cs.y + y * cs.x;
+        }
+        __syncthreads();
+      }
+      publish_block(a, f, box + p.box_q_b, tag, m.blocks, block, m.packets, columns);
+    }
+  }
+
+  __device__ __forceinline__ void uk() {
+    const MatrixPlan& m = p.uk;
+    constexpr int kStride = 2 * kNope + 16;
+    const int head_blocks = kQueryHead / (p.q_b.block_tiles * 8);
+    const int nope_packets = kNope / (p.q_b.block_tiles * 8) * p.q_b.packets;
+    int first = 0;
+    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
+      const int head = block * m.block_tiles * 8 / kLatent;
+      if (warp < p.rows) {  // a warp a row, at most 48 packets
+        const uint4* row =
+            box + p.box_q_b +
+            (static_cast<std::int64_t>(warp) * p.q_b.blocks + head * head_blocks) * p.q_b.packets;
+        const uint4* from[2];
+        uint4 got[2];
+        from[0] = row + min(lane, nope_packets - 1);
+        from[1] = row + min(lane + 32, nope_packets - 1);
+        poll(from, got, kStageUk);
+        float amax = 0.0F;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          amax = add_pair<false>(amax, got[k].x);
+          amax = add_pair<false>(amax, got[k].y);
+          amax = add_pair<false>(amax, got[k].z);
+        }
+        amax = warp_max(amax);
+        float down;
+        float up;
+        row_scale(amax, down, up);
+        if (lane == 0) f.row_up[warp] = up;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int q = lane + 32 * k;
+          if (q >= nope_packets) continue;
+          const int b = q / p.q_b.packets;
+          const int in_block = (q - b * p.q_b.packets) * kPacketValues;
+          const int n = p.q_b.block_tiles * 8 - in_block;
+          auto* to = reinterpret_cast<std::uint32_t*>(act + warp * kStride +
+                                                      (b * p.q_b.block_tiles * 8 + in_block) * 2);
+          to[0] = pack_f16(bf16_low(got[k].x) * down, bf16_high(got[k].x) * down);
+          if (n > 2) to[1] = pack_f16(bf16_low(got[k].y) * down, bf16_high(got[k].y) * down);
+          if (n > 4) to[2] = pack_f16(bf16_low(got[k].z) * down, bf16_high(got[k].z) * down);
+        }
+      }
+      __syncthreads();
+      block_product<R, true>(first, m.block_tiles, m.chunks, m.unit_k, p.rows, kStride, act_address,
+                             f.row_up);
+      publish_block(a, f, box + p.box_uk, tag, m.blocks, block, m.packets, m.block_tiles * 8);
+    }
+  }
+
+  // Parts of the activation region during attention.
+  static constexpr int kQueryAt = 0;
+  static constexpr int kKeysAt = kHeadGroup * kKvPitch;
+  static constexpr int kLogitsAt = kKeysAt + kChunkPicks * kKvPitch;
+  static constexpr int kProbabilitiesAt = kLogitsAt + 4 * kChunkPicks * kHeadGroup * 4;
+  static constexpr int kNewRowsAt = kProbabilitiesAt + 2 * kHeadGroup * kProbabilityPitch * 2;
+
+  __device__ __forceinline__ std::uint8_t* cache_row(std::int64_t slot) const {
+    const LayerArguments& l = a.layer[layer];
+    return l.kv + slot / kPageTokens * l.page_stride +
+           slot % kPageTokens * kv_row_bytes(a.kv_format);
+  }
+
+  // The new cache rows: every CTA computes all of them (picks may name them), one CTA a row stores
+  // it.
+  __device__ __forceinline__ void new_rows() {
+    if (warp >= p.rows) return;
+    const int s = warp;
+    auto* row = reinterpret_cast<std::uint32_t*>(act + kNewRowsAt + s * kKvPitch);
+    const int in_columns = p.qkv_a.block_tiles * 8;
+    const int block0 = p.q_lora / in_columns;
+    const int total = (p.qkv_a.blocks - block0) * p.qkv_a.packets;
+    const uint4* base = box + p.box_qkv_a +
+                        (static_cast<std::int64_t>(s) * p.qkv_a.blocks + block0) * p.qkv_a.packets;
+    for (int q0 = lane; q0 < total; q0 += 128) {
+      const uint4* from[4];
+      uint4 got[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) from[k] = base + min(q0 + 32 * k, total - 1);
+      poll(from, got, kStageKv);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int q = q0 + 32 * k;
+        if (q >= total) continue;
+        const int b = q / p.qkv_a.packets;
+        const int in_block = (q - b * p.qkv_a.packets) * kPacketValues;
+        const int column = (block0 + b) * in_columns + in_block - p.q_lora;
+        const int n = in_columns - in_block;
+        const std::uint32_t w[3] = {got[k].x, got[k].y, got[k].z};
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          if (2 * i < n && column + 2 * i >= 0 && column + 2 * i < kKvRow)
+            row[column / 2 + i] = w[i];
+        }
+      }
+    }
+    __syncwarp();
+    // Latent: 16 values a lane.
+    float v[16];
+    float sum = 0.0F;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const std::uint32_t w = row[lane * 8 + i];
+      v[2 * i] = bf16_low(w);
+      v[2 * i + 1] = bf16_high(w);
+      sum += v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1];
+    }
+    sum = warp_sum(sum);
+    const float scale = rsqrtf(sum / static_cast<float>(kLatent) + a.eps_latent);
+    const auto* gain = reinterpret_cast<const float*>(a.layer[layer].weights + a.weights.norm_kv);
+    float amax = 0.0F;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      v[i] = round_bf16(v[i] * scale * __ldg(gain + lane * 16 + i));
+      amax = fmaxf(amax, fabsf(v[i]));
+    }
+    const std::uint32_t w = row[kLatent / 2 + lane];
+    const float2 cs = f.rotation[s][lane];
+    float re = round_bf16(bf16_low(w) * cs.x - bf16_high(w) * cs.y);
+    float im = round_bf16(bf16_low(w) * cs.y + bf16_high(w) * cs.x);
+    const bool writer = cta == s % p.grid && f.slot[s] >= 0 && f.dead == 0;
+    std::uint8_t* out = writer ? cache_row(f.slot[s]) : nullptr;
+    if (a.kv_format == KvFormat::kBf16) {
+      if (writer) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          reinterpret_cast<std::uint32_t*>(out)[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+        reinterpret_cast<std::uint32_t*>(out)[kLatent / 2 + lane] = pack_bf16(re, im);
+      }
+    } else {
+      float unit = 1.0F;
+      if (a.kv_format == KvFormat::kFp8Scaled) {
+        // Scale of 128 values (8 lanes): the smallest power of two that does not saturate.
+#pragma unroll
+        for (int d = 4; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, d));
+        const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-4F), 448.0F));
+        const std::uint32_t e = (bits >> 23) + ((bits & 0x7fffffU) != 0 ? 1U : 0U);
+        unit = __uint_as_float(e << 23);
+        const float inverse = __uint_as_float((254U - e) << 23);
+        if (writer && lane % 8 == 0) reinterpret_cast<float*>(out + kLatent)[lane / 8] = unit;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] *= inverse;
+        if (writer) reinterpret_cast<std::uint32_t*>(out + kLatent + 16)[lane] = pack_bf16(re, im);
+      } else {
+        const std::uint16_t q =
+            __nv_cvt_float2_to_fp8x2(make_float2(re, im), __NV_SATFINITE, __NV_E4M3);
+        if (writer) reinterpret_cast<std::uint16_t*>(out + kLatent)[lane] = q;
+        const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+        re = back.x;
+        im = back.y;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const std::uint16_t q = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * i], v[2 * i + 1]),
+                                                         __NV_SATFINITE, __NV_E4M3);
+        if (writer) reinterpret_cast<std::uint16_t*>(out)[lane * 8 + i] = q;
+        const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+        v[2 * i] = back.x * unit;
+        v[2 * i + 1] = back.y * unit;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+    row[kLatent / 2 + lane] = pack_bf16(re, im);
+  }
+
+  __device__ __forceinline__ int pick_count(int s) const {
+    if (f.slot[s] < 0) return 0;
+    const std::int32_t* o = a.layer[layer].pick_offsets + a.row_begin + s;
+    return min(o[1] - o[0], kMaxPicks);
+  }
+
+  // Asks L2 for the gains and biases of a layer, a slice a CTA: read cold they would cost a trip to
+  // memory each.
+  __device__ __forceinline__ void prefetch_parameters(int of_layer) {
+    if (of_layer >= a.layers || tid != 64) return;
+    const int bytes = static_cast<int>(a.weights.bytes - a.weights.norm_input);
+    const int slice = (bytes / p.grid + 31) / 16 * 16;
+    const int begin = cta * slice;
+    if (begin < bytes) {
+      prefetch_l2(a.layer[of_layer].weights + a.weights.norm_input + begin,
+                  static_cast<std::uint32_t>(min(slice, bytes - begin)));
+    }
+  }
+
+  // Asks L2 for the cache rows of this CTA's attention tasks.
+  __device__ __forceinline__ void prefetch_keys() {
+    const int per_row = kMaxSplits * p.head_groups;
+    for (int task = cta; task < p.rows * per_row; task += p.grid) {
+      const int s = task / per_row;
+      const int split = (task - s * per_row) / p.head_groups;
+      const int i = split * kSplitPicks + tid;
+      if (tid < kSplitPicks && i < pick_count(s)) {
+        prefetch_l2(
+            cache_row(a.layer[layer].picks[a.layer[layer].pick_offsets[a.row_begin + s] + i]),
+            kv_row_bytes(a.kv_format));
+      }
+    }
+  }
+
+  // A sixteenth of one of 32 cache rows, on its way to shared memory.
+  struct KeyPart {
+    uint4 x[4];
+    uint2 rope;
+    float unit[2];
+    int state;  // 0: beyond the end, 1: from the cache, 2 + k: new row k of this step
+  };
+  __device__ __forceinline__ void fetch_keys(KeyPart& k, int s, int first, int count) {
+    const int r = tid / 16;
+    const int part = tid % 16;
+    k.state = 0;
+    if (r >= count) return;
+    const std::int64_t slot =
+        a.layer[layer].picks[a.layer[layer].pick_offsets[a.row_begin + s] + first + r];
+    k.state = 1;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      if (f.slot[i] == slot) k.state = 2 + i;
+    }
+    if (k.state != 1) return;
+    const std::uint8_t* row = cache_row(slot);
+    if (a.kv_format == KvFormat::kBf16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) k.x[i] = reinterpret_cast<const uint4*>(row)[i * 16 + part];
+      k.rope = reinterpret_cast<const uint2*>(row + 2 * kLatent)[part];
+      return;
+    }
+    k.x[0] = reinterpret_cast<const uint4*>(row)[part];
+    k.x[1] = reinterpret_cast<const uint4*>(row)[16 + part];
+    if (a.kv_format == KvFormat::kFp8Scaled) {
+      k.unit[0] = reinterpret_cast<const float*>(row + kLatent)[part / 8];
+      k.unit[1] = reinterpret_cast<const float*>(row + kLatent)[2 + part / 8];
+      k.rope = reinterpret_cast<const uint2*>(row + kLatent + 16)[part];
+    } else {
+      k.unit[0] = 1.0F;
+      k.unit[1] = 1.0F;
+      k.rope.x = reinterpret_cast<const std::uint32_t*>(row + kLatent)[part];
+    }
+  }
+  // Rows past the end become zero.
+  __device__ __forceinline__ void store_keys(const KeyPart& k) {
+    const int r = tid / 16;
+    const int part = tid % 16;
+    auto* to = reinterpret_cast<uint4*>(act + kKeysAt + r * kKvPitch);
+    auto* rope = reinterpret_cast<uint2*>(act + kKeysAt + r * kKvPitch + 2 * kLatent) + part;
+    if (k.state == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i * 16 + part] = make_uint4(0U, 0U, 0U, 0U);
+      *rope = make_uint2(0U, 0U);
+    } else if (k.state >= 2) {
+      const std::uint8_t* fresh = act + kNewRowsAt + (k.state - 2) * kKvPitch;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        to[i * 16 + part] = reinterpret_cast<const uint4*>(fresh)[i * 16 + part];
+      *rope = reinterpret_cast<const uint2*>(fresh + 2 * kLatent)[part];
+    } else if (a.kv_format == KvFormat::kBf16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i * 16 + part] = k.x[i];
+      *rope = k.rope;
+    } else {
+      *rope = a.kv_format == KvFormat::kFp8Scaled
+                  ? k.rope
+                  : make_uint2(widen_to_bf16(k.rope.x, 1.0F), widen_to_bf16(k.rope.x >> 16, 1.0F));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        to[(i * 16 + part) * 2] = make_uint4(
+            widen_to_bf16(k.x[i].x, k.unit[i]), widen_to_bf16(k.x[i].x >> 16, k.unit[i]),
+            widen_to_bf16(k.x[i].y, k.unit[i]), widen_to_bf16(k.x[i].y >> 16, k.unit[i]));
+        to[(i * 16 + part) * 2 + 1] = make_uint4(
+            widen_to_bf16(k.x[i].z, k.unit[i]), widen_to_bf16(k.x[i].z >> 16, k.unit[i]),
+            widen_to_bf16(k.x[i].w, k.unit[i]), widen_to_bf16(k.x[i].w >> 16, k.unit[i]));
+      }
+    }
+  }
+  static __device__ __forceinline__ std::uint32_t widen_to_bf16(std::uint32_t pair, float unit) {
+    const std::uint32_t h = widen_e4m3(pair);
+    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&h));
+    return pack_bf16(x.x * unit, x.y * unit);
+  }
+
+  // The queries of one row and head group as bf16: q_lat | q_pe, zero for heads that are not there.
+  __device__ __forceinline__ void gather_queries(int s, int group) {
+    const int heads = min(kHeadGroup, p.heads - group * kHeadGroup);
+    const int uk_columns = p.uk.block_tiles * 8;
+    const int uk_packets = kLatent / uk_columns * p.uk.packets;  // of one head
+    const int q_columns = p.q_b.block_tiles * 8;
+    const int pe_packets = kRope / q_columns * p.q_b.packets;
+    const int head_packets = uk_packets + pe_packets;
+    const int total = heads * head_packets;
+    const uint4* uk_box =
+        box + p.box_uk +
+        (static_cast<std::int64_t>(s) * p.uk.blocks + group * kHeadGroup * (kLatent / uk_columns)) *
+            p.uk.packets;
+    const uint4* q_box = box + p.box_q_b +
+                         (static_cast<std::int64_t>(s) * p.q_b.blocks +
+                          group * kHeadGroup * (kQueryHead / q_columns)) *
+                             p.q_b.packets;
+    for (int q0 = tid; q0 < total; q0 += 2 * kThreads) {
+      const uint4* from[2];
+      uint4 got[2];
+      int at[2];
+      int n[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int q = min(q0 + k * kThreads, total - 1);
+        const int head = q / head_packets;
+        int in_head = q - head * head_packets;
+        if (in_head < uk_packets) {
+          const int b = in_head / p.uk.packets;
+          const int j = in_head - b * p.uk.packets;
+          from[k] = uk_box + head * uk_packets + in_head;
+          at[k] = head * kKvPitch + (b * uk_columns + j * kPacketValues) * 2;
+          n[k] = uk_columns - j * kPacketValues;
+        } else {
+          in_head -= uk_packets;
+          const int b = in_head / p.q_b.packets;
+          const int j = in_head - b * p.q_b.packets;
+          from[k] = q_box + head * (kQueryHead / q_columns) * p.q_b.packets +
+                    kNope / q_columns * p.q_b.packets + in_head;
+          at[k] = head * kKvPitch + (kLatent + b * q_columns + j * kPacketValues) * 2;
+          n[k] = q_columns - j * kPacketValues;
+        }
+      }
+      poll(from, got, kStageAttention);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        auto* to = reinterpret_cast<std::uint32_t*>(act + kQueryAt + at[k]);
+        to[0] = got[k].x;
+        if (n[k] > 2) to[1] = got[k].y;
+        if (n[k] > 4) to[2] = got[k].z;
+      }
+    }
+    for (int i = heads * kKvPitch / 4 + tid; i < kHeadGroup * kKvPitch / 4; i += kThreads) {
+      reinterpret_cast<std::uint32_t*>(act + kQueryAt)[i] = 0U;
+    }
+  }
+
+  // One task: 64 picks of one row for up to 8 heads; publishes the normalised latent output,
+  // maximum and sum.
+  __device__ __forceinline__ void attention_task(int s, int split, int group, int picks,
+                                                 const KeyPart& second) {
+    gather_queries(s, group);
+    if (tid < kHeadGroup) {
+      f.running_max[tid] = -INFINITY;
+      f.running_sum[tid] = 0.0F;
+    }
+    float o[2][4] = {{0.0F, 0.0F, 0.0F, 0.0F}, {0.0F, 0.0F, 0.0F, 0.0F}};
+    for (int chunk = 0; chunk < picks; chunk += kChunkPicks) {
+      const int count = min(kChunkPicks, picks - chunk);
+      if (chunk > 0) store_keys(second);
+      __syncthreads();
+      auto* logits = reinterpret_cast<float*>(act + kLogitsAt);
+      if (warp < 8) {  // 2 tiles of 16 picks x 4 quarters of the 576 columns
+        const int tile = warp & 1;
+        const int quarter = warp >> 1;
+        float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+        const std::uint32_t keys =
+            act_address + static_cast<std::uint32_t>(kKeysAt + (tile * 16 + lane % 16) * kKvPitch +
+                                                     (lane / 16) * 16 + quarter * 288);
+        const std::uint8_t* query = act + kQueryAt + g * kKvPitch + quarter * 288 + t * 4;
+#pragma unroll
+        for (int k = 0; k < 9; ++k) {
+          std::uint32_t m[4];
+          load_matrix(m, keys + static_cast<std::uint32_t>(k * 32));
+          mma_bf16(d, m, *reinterpret_cast<const std::uint32_t*>(query + k * 32),
+                   *reinterpret_cast<const std::uint32_t*>(query + k * 32 + 16));
+        }
+        float* to = logits + (quarter * kChunkPicks + tile * 16 + g) * kHeadGroup + 2 * t;
+        *reinterpret_cast<float2*>(to) = make_float2(d[0], d[1]);
+        *reinterpret_cast<float2*>(to + 8 * kHeadGroup) = make_float2(d[2], d[3]);
+      }
+      __syncthreads();
+      if (warp < kHeadGroup) {  // a warp a head, a lane a pick
+        constexpr int kQuarter = kChunkPicks * kHeadGroup;
+        const float* l = logits + lane * kHeadGroup + warp;
+        float x = ((l[0] + l[kQuarter]) + (l[2 * kQuarter] + l[3 * kQuarter])) * 0.0625F;
+        if (lane >= count) x = -INFINITY;
+        const float old = f.running_max[warp];
+        const float top = fmaxf(old, warp_max(x));
+        const float e = lane < count ? __expf(x - top) : 0.0F;
+        const float sum = warp_sum(e);
+        // p as the sum of two bf16: one alone would cost 8 bits' worth of error in every latent.
+        auto* prob = reinterpret_cast<__nv_bfloat16*>(act + kProbabilitiesAt) +
+                     warp * kProbabilityPitch + lane;
+        const float high = round_bf16(e);
+        prob[0] = __float2bfloat16_rn(high);
+        prob[kHeadGroup * kProbabilityPitch] = __float2bfloat16_rn(e - high);
+        __syncwarp();
+        if (lane == 0) {
+          const float rescale = __expf(old - top);
+          f.rescale[warp] = rescale;
+          f.running_max[warp] = top;
+          f.running_sum[warp] = f.running_sum[warp] * rescale + sum;
+        }
+      }
+      __syncthreads();
+      const float r0 = f.rescale[2 * t];
+      const float r1 = f.rescale[2 * t + 1];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {  // 16 latents x 8 heads each
+        o[m][0] *= r0;
+        o[m][1] *= r1;
+        o[m][2] *= r0;
+        o[m][3] *= r1;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          std::uint32_t v[4];
+          // Transposed 8x8 matrices: {latents 0-7, picks 0-7}, {8-15, 0-7}, {0-7, 8-15}, {8-15,
+          // 8-15}.
+          load_matrix_transposed(
+              v, act_address + static_cast<std::uint32_t>(
+                                   kKeysAt + (k * 16 + (lane / 16) * 8 + lane % 8) * kKvPitch +
+                                   (warp * 32 + m * 16 + (lane / 8 % 2) * 8) * 2));
+          const std::uint8_t* prob =
+              act + kProbabilitiesAt + (g * kProbabilityPitch + k * 16 + 2 * t) * 2;
+          constexpr int kLow = kHeadGroup * kProbabilityPitch * 2;
+          mma_bf16(o[m], v, *reinterpret_cast<const std::uint32_t*>(prob),
+                   *reinterpret_cast<const std::uint32_t*>(prob + 16));
+          mma_bf16(o[m], v, *reinterpret_cast<const std::uint32_t*>(prob + kLow),
+                   *reinterpret_cast<const std::uint32_t*>(prob + kLow + 16));
+        }
+      }
+      __syncthreads();
+    }
+    // f16 (three bits more than bf16) in place of the queries, then packets.
+    auto* out = reinterpret_cast<__half*>(act + kQueryAt);
+    const float n0 = 1.0F / f.running_sum[2 * t];
+    const float n1 = 1.0F / f.running_sum[2 * t + 1];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int latent = warp * 32 + m * 16 + g;
+      out[(2 * t) * (kKvPitch / 2) + latent] = __float2half_rn(o[m][0] * n0);
+      out[(2 * t + 1) * (kKvPitch / 2) + latent] = __float2half_rn(o[m][1] * n1);
+      out[(2 * t) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][2] * n0);
+      out[(2 * t + 1) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][3] * n1);
+    }
+    __syncthreads();
+    const int heads = min(kHeadGroup, p.heads - group * kHeadGroup);
+    for (int i = tid; i < heads * kPartialPackets; i += kThreads) {
+      const int head = i / kPartialPackets;
+      const int j = i - head * kPartialPackets;
+      uint4* to =
+          box + p.box_partial +
+          ((static_cast<std::int64_t>(s) * p.heads + group * kHeadGroup + head) * kMaxSplits +
+           split) *
+              kPartialPackets +
+          j;
+      if (j == kPartialPackets - 1) {
+        store_local_packet(to, __float_as_uint(f.running_max[head]),
+                           __float_as_uint(f.running_sum[head]), 0U, tag);
+      } else {
+        const auto* w =
+            reinterpret_cast<const std::uint32_t*>(act + kQueryAt + head * kKvPitch + j * 12);
+        store_local_packet(to, w[0], j < 85 ? w[1] : 0U, j < 85 ? w[2] : 0U, tag);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void attention() {
+    const int per_row = kMaxSplits * p.head_groups;
+    for (int task = cta; task < p.rows * per_row; task += p.grid) {
+      const int s = task / per_row;
+      const int split = (task - s * per_row) / p.head_groups;
+      const int group = task - s * per_row - split * p.head_groups;
+      const int picks = min(kSplitPicks, pick_count(s) - split * kSplitPicks);
+      if (picks <= 0) continue;
+      KeyPart first;
+      KeyPart second;
+      fetch_keys(first, s, split * kSplitPicks, picks);
+      fetch_keys(second, s, split * kSplitPicks + kChunkPicks, picks - kChunkPicks);
+      store_keys(first);
+      attention_task(s, split, group, picks, second);
+    }
+  }
+
+  // Merges the splits of one head and row, then W_UV: o = W_UV o_lat.
+  __device__ __forceinline__ void uv() {
+    const int tiles = p.uv_part_tiles();
+    const int per_task = tiles * p.uv.chunks;
+    int first = 0;
+    for (int task = cta; task < p.uv_tasks(p.rows); task += p.grid, first += per_task) {
+      const int s = task / (p.heads * p.uv_parts);
+      const int head_part = task - s * p.heads * p.uv_parts;
+      const int head = head_part / p.uv_parts;
+      const int splits = ceil_div(pick_count(s), kSplitPicks);
+      const uint4* base =
+          box + p.box_partial +
+          (static_cast<std::int64_t>(s) * p.heads + head) * kMaxSplits * kPartialPackets;
+      if (warp == 0 && splits > 0) {
+        const uint4* from[1] = {base + min(lane, splits - 1) * kPartialPackets + kPartialPackets -
+                                1};
+        uint4 got[1];
+        poll(from, got, kStageUv);
+        const float m = __uint_as_float(got[0].x);
+        const float top = warp_max(m);
+        const float w = lane < splits ? __expf(m - top) * __uint_as_float(got[0].y) : 0.0F;
+        f.split_weight[lane] = w / warp_sum(w);
+      }
+      __syncthreads();
+      constexpr int kGroups = 5;
+      auto* sums = reinterpret_cast<float*>(act + 2 * kLatent + 16);
+      const int lane_group = tid / 86;
+      const int j = tid - lane_group * 86;
+      if (lane_group < kGroups) {
+        float y[6] = {0.0F, 0.0F, 0.0F, 0.0F, 0.0F, 0.0F};
+        for (int k0 = lane_group; k0 < splits; k0 += 4 * kGroups) {
+          const uint4* from[4];
+          uint4 got[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int at = k0 + k * kGroups;
+            from[k] = base + (at < splits ? at : k0) * kPartialPackets + j;
+          }
+          poll(from, got, kStageUv);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int at = k0 + k * kGroups;
+            const float w = at < splits ? f.split_weight[at] : 0.0F;
+            const std::uint32_t x[3] = {got[k].x, got[k].y, got[k].z};
+#pragma unroll
+            for (int i = 0; i < 3; ++i) {
+              const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&x[i]));
+              y[2 * i] += w * v.x;
+              y[2 * i + 1] += w * v.y;
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 6; ++i) {
+          if (j * 6 + i < kLatent) sums[lane_group * kLatent + j * 6 + i] = y[i];
+        }
+      }
+      __syncthreads();
+      {
+        float y = sums[tid];
+#pragma unroll
+        for (int k = 1; k < kGroups; ++k) y += sums[k * kLatent + tid];
+        reinterpret_cast<__half*>(act)[tid] = __float2half_rn(round_bf16(y));
+      }
+      __syncthreads();
+      block_product<1>(first, tiles, p.uv.chunks, p.uv.unit_k, 1, 0, act_address, nullptr);
+      const int packets = p.uv_part_packets();
+      const int columns = tiles * 8;
+      if (tid < packets) {
+        const float* w = f.out + tid * kPacketValues;
+        const int n = columns - tid * kPacketValues;
+        store_local_packet(
+            box + p.box_o +
+                (static_cast<std::int64_t>(s) * p.heads * p.uv_parts + head_part) * packets + tid,
+            pack_bf16(w[0], w[1]), n > 2 ? pack_bf16(w[2], w[3]) : 0U,
+            n > 4 ? pack_bf16(w[4], w[5]) : 0U, tag);
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void o_projection() {
+    const MatrixPlan& m = p.o;
+    const int columns = p.heads * kValue;
+    const int stride = 2 * columns + 16;
+    const int blocks = p.heads * p.uv_parts;
+    gather_rows<R, false>(a, f, act,
+                          {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(),
+                           kValue / p.uv_parts, columns, stride, kStageO, layer, nullptr, 0.0F});
+    block_product<R>(0, min(m.block_tiles, m.tiles - cta * m.block_tiles), m.chunks, m.unit_k,
+                     p.rows, stride, act_address, f.row_up);
+  }
+
+  __device__ __forceinline__ void router() {
+    const int stride = 2 * p.hidden + 16;
+    const int experts = min(p.router_rows, p.experts - cta * p.router_rows);
+    const int units = max(0, experts) * p.router_chunks;
+    for (int u = warp; u < units; u += kWarps) {
+      const int row = u / p.router_chunks;
+      const int chunk = u - row * p.router_chunks;
+      const std::uint32_t unit = acquire();
+      float v[R];
+#pragma unroll
+      for (int s = 0; s < R; ++s) v[s] = 0.0F;
+      for (int k = lane * 8; k < p.router_unit_k; k += 256) {
+        const uint4 w = load_shared(unit + static_cast<std::uint32_t>(k * 2));
+        const float w8[8] = {bf16_low(w.x), bf16_high(w.x), bf16_low(w.y), bf16_high(w.y),
+                             bf16_low(w.z), bf16_high(w.z), bf16_low(w.w), bf16_high(w.w)};
+#pragma unroll
+        for (int s = 0; s < R; ++s) {
+          const uint4 x = load_shared(
+              pin(act_address) + static_cast<std::uint32_t>(min(s, p.rows - 1) * stride +
+                                                            (chunk * p.router_unit_k + k) * 2));
+          const std::uint32_t x4[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 y = __half22float2(*reinterpret_cast<const __half2*>(&x4[i]));
+            v[s] += w8[2 * i] * y.x;
+            v[s] += w8[2 * i + 1] * y.y;
+          }
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < R; ++s) {
+        v[s] = warp_sum(v[s]);
+        if (lane == 0) partial[u * R + s] = v[s];
+      }
+      release();
+    }
+    __syncthreads();
+    // Packet j of a row: scores of three experts.
+    if (experts > 0 && tid < p.rows * p.router_packets) {
+      const int s = tid / p.router_packets;
+      const int j = tid - s * p.router_packets;
+      float r[3];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        float sum = 0.0F;
+        if (3 * j + i < experts) {
+          for (int c = 0; c < p.router_chunks; ++c)
+            sum += partial[((3 * j + i) * p.router_chunks + c) * R + s];
+        }
+        r[i] = 1.0F / (1.0F + expf(-sum));
+      }
+      store_local_packet(
+          box + p.box_router + (static_cast<std::int64_t>(s) * p.grid + cta) * p.router_packets + j,
+          __float_as_uint(r[0]), __float_as_uint(r[1]), __float_as_uint(r[2]), tag);
+    }
+    __syncthreads();
+  }
+
+  // Picks of every row (one warp a row), then the list of active experts and this CTA's share of
+  // their tiles.
+  __device__ __forceinline__ void routing() {
+    float* scores = partial;  // [rows][256]
+    if (warp < p.rows && f.slot[warp] >= 0) {
+      const int s = warp;
+      const int producers = ceil_div(p.experts, p.router_rows);
+      const int total = producers * p.router_packets;
+      const uint4* base =
+          box + p.box_router + static_cast<std::int64_t>(s) * p.grid * p.router_packets;
+      const auto* biases = reinterpret_cast<const float*>(a.layer[layer].weights + a.weights.bias);
+      float bias[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        bias[i] = lane + 32 * i < p.experts ? __ldg(biases + lane + 32 * i) : 0.0F;
+      }
+      for (int q0 = lane; q0 < total; q0 += 128) {
+        const uint4* from[4];
+        uint4 got[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) from[k] = base + min(q0 + 32 * k, total - 1);
+        poll(from, got, kStageRouting);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int q = q0 + 32 * k;
+          if (q >= total) continue;
+          const int producer = q / p.router_packets;
+          const int first = (q - producer * p.router_packets) * 3;
+          const std::uint32_t w[3] = {got[k].x, got[k].y, got[k].z};
+#pragma unroll
+          for (int i = 0; i < 3; ++i) {
+            const int e = producer * p.router_rows + first + i;
+            if (first + i < p.router_rows && e < p.experts)
+              scores[s * kMaxExperts + e] = __uint_as_float(w[i]);
+          }
+        }
+      }
+      __syncwarp();
+      std::uint32_t key[8];  // order of the floats as unsigned integers; 0: not there or taken
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int e = lane + 32 * i;
+        key[i] = 0U;
+        if (e < p.experts) {
+          const std::uint32_t bits = __float_as_uint(scores[s * kMaxExperts + e] + bias[i]);
+          key[i] = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+        }
+      }
+      float sum = 0.0F;
+      float mine = 0.0F;
+      int my_expert = 0;
+      for (int k = 0; k < p.top_k; ++k) {
+        std::uint32_t best = key[0];
+#pragma unroll
+        for (int i = 1; i < 8; ++i) best = max(best, key[i]);
+        const std::uint32_t top = __reduce_max_sync(kFullMask, best);
+        std::uint32_t id = kMaxExperts - 1;
+#pragma unroll
+        for (int i = 7; i >= 0; --i) {
+          if (key[i] == top) id = static_cast<std::uint32_t>(lane + 32 * i);
+        }
+        const int e =
+            static_cast<int>(__reduce_min_sync(kFullMask, id));  // ties: the smaller expert
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (e == lane + 32 * i) key[i] = 0U;
+        }
+        const float r = scores[s * kMaxExperts + e];
+        sum += r;
+        if (lane == k) {
+          mine = r;
+          my_expert = e;
+        }
+      }
+      if (lane < p.top_k) {
+        f.top_expert[s][lane] = my_expert;
+        f.top_weight[s][lane] =
+            a.norm_topk ? a.routed_scale * mine / (sum + 1e-20F) : a.routed_scale * mine;
+        atomicOr(&f.active_bits[my_expert / 32], 1U << (my_expert % 32));
+      }
+    }
+    __syncthreads();
+    for (int i = tid; i < (kMaxExperts + 1) * 8 / 4; i += kThreads) {
+      reinterpret_cast<std::uint32_t*>(f.position)[i] = 0U;
+    }
+    if (tid < kMaxExperts) {
+      const int word = tid / 32;
+      int before = 0;
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kMaxExperts / 32; ++i) {
+        const int n = __popc(f.active_bits[i]);
+        before += i < word ? n : 0;
+        count += n;
+      }
+      const std::uint32_t bits = f.active_bits[word];
+      if ((bits >> (tid % 32) & 1U) != 0) {
+        f.active[1 + before + __popc(bits & ((1U << (tid % 32)) - 1U))] =
+            static_cast<std::uint16_t>(tid);
+      }
+      if (tid == 0) {
+        f.active[0] = static_cast<std::uint16_t>(p.experts);
+        f.active_count = count + 1;
+        const int tiles = count * p.up_gate.tiles;
+        f.routed_begin = tiles * cta / p.grid;
+        f.routed_end = tiles * (cta + 1) / p.grid;
+      }
+    }
+    __syncthreads();
+    if (tid < p.rows * (p.top_k + 1)) {
+      const int s = tid / (p.top_k + 1);
+      const int k = tid - s * (p.top_k + 1);
+      if (f.slot[s] >= 0) {
+        int index = 0;
+        float w = 1.0F;
+        if (k > 0) {
+          const int e = f.top_expert[s][k - 1];
+          index = 1;
+          for (int i = 0; i < e / 32; ++i) index += __popc(f.active_bits[i]);
+          index += __popc(f.active_bits[e / 32] & ((1U << (e % 32)) - 1U));
+          w = f.top_weight[s][k - 1];
+        }
+        f.position[index * 8 + s] = static_cast<std::uint8_t>(k + 1);
+        f.pair_weight[s * (p.top_k + 1) + k] = w;
+      }
+    }
+    __syncthreads();
+    routed_layer = layer;
+    cursor_blocked = false;
+    pump();
+  }
+
+  // Tiles [begin, end) of up/gate; tile / tiles-per-expert counts from active expert `index0`. Rows
+  // of a tile alternate gate and up, so that a thread pair holds both.
+  __device__ __forceinline__ void up_gate(int begin, int end, int index0) {
+    const int stride = 2 * p.hidden + 16;
+    const int chunks = p.up_gate.chunks;
+    const int wave = max(1, min(min(p.wave_units / chunks, 8), end - begin));
+    for (int tile0 = begin; tile0 < end; tile0 += wave) {
+      const int tiles = min(wave, end - tile0);
+      const int units = tiles * chunks;
+      const int base = (tile0 - begin) * chunks;
+      const std::uint32_t row =
+          act_address + static_cast<std::uint32_t>(min(g, p.rows - 1) * stride + t * 32);
+      int i = (warp - base) & (kWarps - 1);
+      int chunk = i % chunks;
+      for (; i < units; i += kWarps) {
+        const std::uint32_t unit = acquire();
+        const float2 d = unit_dot<false>(
+            unit, pin(row) + static_cast<std::uint32_t>(chunk * p.up_gate.unit_k * 2),
+            p.up_gate.unit_k);
+        if (g < R) *reinterpret_cast<float2*>(partial + (i * R + g) * 8 + 2 * t) = d;
+        release();
+        chunk += kWarps;
+        while (chunk >= chunks) chunk -= chunks;
+      }
+      __syncthreads();
+      const int s = (tid >> 3) & (R - 1);
+      const int tile = tid >> (3 + kLogRows<R>);
+      float sum = 0.0F;
+      if (tile < tiles) {
+#pragma unroll 4
+        for (int k = 0; k < chunks; ++k)
+          sum += partial[((tile * chunks + k) * R + s) * 8 + (tid & 7)];
+      }
+      {
+        // Lane pairs: even gate, odd up. Four results a tile make a packet of the first of its 8
+        // lanes.
+        const float other = __shfl_xor_sync(kFullMask, sum, 1);
+        const float mid = sum / (1.0F + __expf(-sum)) * other;
+        const float m1 = __shfl_down_sync(kFullMask, mid, 2);
+        const float m2 = __shfl_down_sync(kFullMask, mid, 4);
+        const float m3 = __shfl_down_sync(kFullMask, mid, 6);
+        if (tile < tiles && (tid & 7) == 0 && s < p.rows) {
+          const int at = tile0 + tile;
+          const int index = quotient(at, a.by_mid_packets);
+          const int k = f.position[(index0 + index) * 8 + s];
+          if (k > 0 || (index0 == 0 && f.slot[s] >= 0)) {
+            const int pair = s * (p.top_k + 1) + (index0 == 0 ? 0 : k - 1);
+            store_local_packet(box + p.box_mid + static_cast<std::int64_t>(pair) * p.mid_packets() +
+                                   at - index * p.up_gate.tiles,
+                               pack_bf16(mid, m1), pack_bf16(m2, m3), 0U, tag);
+          }
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void down() {
+    const int stride = 2 * p.inter + 16;
+    const int per_row = p.top_k + 1;
+    const int pairs = p.rows * per_row;
+    const int packets = p.mid_packets();
+    // A warp a (row, expert) pair: values, their maximum, f16 with a power-of-two scale that the
+    // pair's weight undoes.
+    for (int pair = warp; pair < pairs; pair += kWarps) {
+      if (f.slot[pair / per_row] < 0) continue;
+      const uint4* base = box + p.box_mid + static_cast<std::int64_t>(pair) * packets;
+      auto* to = reinterpret_cast<uint2*>(act + pair * stride);
+      float amax = 0.0F;
+      for (int q = lane; q < packets; q += 64) {
+        const uint4* from[2] = {base + q, base + (q + 32 < packets ? q + 32 : q)};
+        uint4 got[2];
+        poll(from, got, kStageMid);
+        to[q] = make_uint2(got[0].x, got[0].y);
+        if (q + 32 < packets) to[q + 32] = make_uint2(got[1].x, got[1].y);
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          amax = add_pair<false>(add_pair<false>(amax, got[k].x), got[k].y);
+      }
+      amax = warp_max(amax);
+      float down_scale;
+      float up_scale;
+      row_scale(amax, down_scale, up_scale);
+      if (lane == 0) f.pair_weight[pair] *= up_scale;
+      for (int q = lane; q < packets; q += 32) {
+        const uint2 x = to[q];
+        to[q] = make_uint2(pack_f16(bf16_low(x.x) * down_scale, bf16_high(x.x) * down_scale),
+                           pack_f16(bf16_low(x.y) * down_scale, bf16_high(x.y) * down_scale));
+      }
+    }
+    for (int i = tid; i < stride / 4; i += kThreads)
+      reinterpret_cast<std::uint32_t*>(act + pairs * stride)[i] = 0U;
+    __syncthreads();
+    mark(kStageMid);
+    const int tiles = min(p.down.block_tiles, p.down.tiles - cta * p.down.block_tiles);
+    const int chunks = p.down.chunks;
+    const int per_expert = tiles * chunks;
+    const int wave = p.wave_units / per_expert;  // experts
+    const int r = tid & 7;
+    const int s = (tid >> 3) & (R - 1);
+    const int my_tile = tid >> (3 + kLogRows<R>);
+    float sum = 0.0F;
+    for (int index0 = 0; index0 < f.active_count; index0 += wave) {
+      const int count = min(wave, f.active_count - index0);
+      int i = (warp - index0 * per_expert) & (kWarps - 1);
+      int index = i / per_expert;
+      int inner = i - index * per_expert;
+      index += index0;
+      for (; i < count * per_expert; i += kWarps) {
+        const int chunk = chunks == 1 ? 0 : inner % chunks;
+        const int k = g < p.rows ? f.position[index * 8 + g] : 0;
+        const int pair = k > 0 ? g * per_row + k - 1 : pairs;
+        const float w = k > 0 ? f.pair_weight[pair] : 0.0F;
+        const std::uint32_t unit = acquire();
+        float2 d = unit_dot<false>(
+            unit,
+            pin(act_address) +
+                static_cast<std::uint32_t>(pair * stride + chunk * p.down.unit_k * 2 + t * 32),
+            p.down.unit_k);
+        d.x = k > 0 ? d.x * w : 0.0F;
+        d.y = k > 0 ? d.y * w : 0.0F;
+        if (g < R) *reinterpret_cast<float2*>(partial + (i * R + g) * 8 + 2 * t) = d;
+        release();
+        inner += kWarps;
+        while (inner >= per_expert) {
+          inner -= per_expert;
+          ++index;
+        }
+      }
+      __syncthreads();
+      if (my_tile < tiles) {
+        for (int e = 0; e < count; ++e) {
+          for (int k = 0; k < chunks; ++k) {
+            sum += partial[((e * per_expert + my_tile * chunks + k) * R + s) * 8 + r];
+          }
+        }
+      }
+      __syncthreads();
+    }
+    if (my_tile < tiles && s < p.rows) f.out[s * kOutPitch + my_tile * 8 + r] = sum;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void mark(int stage) {
+    if (a.timeline != nullptr && tid == 0) {
+      a.timeline[(static_cast<std::int64_t>(layer) * p.grid + cta) * kTimelineEvents + stage + 1] =
+          clock64();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (tid == 0) {
+      for (int w = 0; w < kWarps; ++w) {
+        for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&f.full[w][i]));
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      for (Cursor& c : f.cursor) c = {0, 0, 0};
+      f.dead = 0;
+    }
+    if (tid < 8) f.slot[tid] = tid < p.rows ? a.slots[tid] : -1;
+    if (tid < 8 * kRope / 2) {
+      const int s = tid / (kRope / 2);
+      const int i = tid % (kRope / 2);
+      if (s < p.rows) {
+        // The angle is reduced in f64: at position 1e6 an f32 angle is off by 0.03.
+        const double angle = static_cast<double>(a.positions[s]) * a.inverse_frequency[i];
+        const double turns = angle * 0.15915494309189533577;
+        float sine;
+        float cosine;
+        sincospif(static_cast<float>((turns - rint(turns)) * 2.0), &sine, &cosine);
+        f.rotation[s][i] = make_float2(cosine, sine);
+      }
+    }
+    const std::uint32_t done = *static_cast<volatile std::uint32_t*>(a.counter);
+    __syncthreads();
+    pump();
+    for (layer = 0; layer < a.layers; ++layer) {
+      tag = (done + static_cast<std::uint32_t>(layer)) | 0x80000000U;
+      const std::uint32_t parity = tag & 1U;
+      const uint4* last_x = reinterpret_cast<const uint4*>(a.boxes) + (parity ^ 1U) * p.box_packets;
+      box = reinterpret_cast<uint4*>(a.boxes) + parity * p.box_packets;
+      window_at = parity * p.win_packets;
+      mark(-1);
+      prefetch_keys();
+      if (layer == 0) prefetch_parameters(0);
+      prefetch_parameters(layer + 1);
+      if (tid < kMaxExperts / 32) f.active_bits[tid] = 0U;
+      const int stride = 2 * p.hidden + 16;
+      if (layer == 0) {
+        load_input<R>(a, f, act, stride);
+      } else {
+        // The rows that the previous layer published, under its tag.
+        gather_hidden(last_x + p.box_x,
+                      (done + static_cast<std::uint32_t>(layer) - 1U) | 0x80000000U,
+                      a.weights.norm_input, kStageInput);
+      }
+      mark(kStageInput);
+      qkv_a();
+      mark(kStageQkvA);
+      q_b();
+      mark(kStageQB);
+      uk();
+      mark(kStageUk);
+      __syncthreads();
+      new_rows();
+      __syncthreads();
+      mark(kStageKv);
+      attention();
+      mark(kStageAttention);
+      uv();
+      mark(kStageUv);
+      o_projection();
+      mark(kStageO);
+      reduce_columns(a, f, layer, tag, window_at + p.win_attention, box + p.box_a, false,
+                     kStageReduceAttention);
+      mark(kStageReduceAttention);
+      gather_hidden(box + p.box_a, tag, a.weights.norm_post, kStagePostNorm);
+      mark(kStagePostNorm);
+      router();
+      mark(kStageRouter);
+#pragma unroll 1
+      for (int pass = 0; pass < 2;
+           ++pass) {  // the shared expert under the routing's shadow, then the routed ones
+        if (pass == 1) {
+          mark(kStageShared);
+          routing();
+          mark(kStageRouting);
+        }
+        up_gate(pass == 0 ? cta * p.up_gate.tiles / p.grid : f.routed_begin,
+                pass == 0 ? (cta + 1) * p.up_gate.tiles / p.grid : f.routed_end, pass);
+      }
+      mark(kStageUpGate);
+      down();
+      mark(kStageDown);
+      reduce_columns(a, f, layer, tag, window_at + p.win_experts, box + p.box_x,
+                     layer + 1 == a.layers, kStageReduceExperts);
+      __syncthreads();
+      mark(kStageReduceExperts);
+    }
+    // The last CTA to come moves the counter on; every other one has read it long before.
+    if (tid == 0) {
+      __threadfence();
+      if (atomicAdd(a.counter + 1, 1U) == static_cast<std::uint32_t>(p.grid) - 1U) {
+        a.counter[1] = 0U;
+        a.counter[0] = done + static_cast<std::uint32_t>(a.layers);
+      }
+    }
+  }
+};
+
+template <int R>
+__global__ void __launch_bounds__(kThreads, 1)
+    decode_layer_kernel(const __grid_constant__ DecodeArguments arguments) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  const DecodePlan& p = arguments.plan;
+  // Fixed | activations | partial sums | ring
+  std::uint8_t* act = shared + kFixedBytes;
+  std::uint8_t* partial = act + p.act_bytes;
+  std::uint8_t* ring = partial + p.wave_units * kTileRows * R * 4;
+  Machine<R> machine(arguments, *reinterpret_cast<Fixed*>(shared), act,
+                     reinterpret_cast<float*>(partial), ring);
+  machine.run();
+}
+
+template <int R>
+int launch_kernel(const DecodeArguments& arguments, void* stream) {
+  const cudaError_t set =
+      cudaFuncSetAttribute(decode_layer_kernel<R>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           arguments.plan.smem_bytes);
+  if (set != cudaSuccess) return set;
+  // Cooperative: refused unless all CTAs can be resident at once, which the hand-offs rely on.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(arguments.plan.grid));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(arguments.plan.smem_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, decode_layer_kernel<R>, arguments);
+}
+
+template <int R>
+int kernel_resources(KernelResources* out) {
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, decode_layer_kernel<R>);
+  if (status == cudaSuccess) {
+    *out = {attributes.numRegs, static_cast<int>(attributes.localSizeBytes),
+            attributes.maxThreadsPerBlock};
+  }
+  return status;
+}
+
+}  // namespace
+}  // namespace penstock::decode
