@@ -68,27 +68,47 @@ __device__ inline WaitStatus wait_epoch_block(const std::uint64_t* word, std::ui
   return static_cast<WaitStatus>(__syncthreads_or(static_cast<int>(status)));
 }
 
-// Copies `bytes` from src to dst with the CTA's threads, 16 bytes a thread and access, eight in
-// flight. dst may be a peer's window. Pointers and size: multiples of 16; any other size is
-// finished byte by byte by the first threads. No order: follow with signal_block.
-__device__ inline void put_block(std::byte* dst, const std::byte* src, std::uint64_t bytes) {
+// Elements first, first + stride, ... of `count`, eight loads in flight a thread.
+template <typename T>
+__device__ inline void put_elements(T* to, const T* from, std::uint64_t count, std::uint64_t first,
+                                    std::uint64_t stride) {
   constexpr int kInFlight = 8;
-  const std::uint64_t whole = bytes / sizeof(uint4);
-  const auto* from = reinterpret_cast<const uint4*>(src);
-  auto* to = reinterpret_cast<uint4*>(dst);
-  const std::uint64_t stride = blockDim.x;
-  std::uint64_t i = threadIdx.x;
-  for (; i + (kInFlight - 1) * stride < whole; i += kInFlight * stride) {
-    uint4 value[kInFlight];
+  std::uint64_t i = first;
+  for (; i + (kInFlight - 1) * stride < count; i += kInFlight * stride) {
+    T value[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) value[k] = from[i + k * stride];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) to[i + k * stride] = value[k];
   }
-  for (; i < whole; i += stride) to[i] = from[i];
-  const std::uint64_t rest = bytes % sizeof(uint4);
-  if (threadIdx.x < rest)
-    dst[whole * sizeof(uint4) + threadIdx.x] = src[whole * sizeof(uint4) + threadIdx.x];
+  for (; i < count; i += stride) to[i] = from[i];
+}
+
+// Copies `bytes` from src to dst with threads first, first + stride, ... of any group; dst may be a
+// peer's window. Any size and alignment is right; 16-byte accesses when both pointers are multiples
+// of 16 (the rest of the size goes byte by byte), 4-byte ones when pointers and size are multiples
+// of 4, else single bytes, which a link carries a quarter as fast and worse. No order: a signal
+// must follow.
+__device__ inline void put_threads(std::byte* dst, const std::byte* src, std::uint64_t bytes,
+                                   std::uint64_t first, std::uint64_t stride) {
+  const auto both = reinterpret_cast<std::uint64_t>(dst) | reinterpret_cast<std::uint64_t>(src);
+  if (both % sizeof(uint4) == 0) {
+    const std::uint64_t whole = bytes / sizeof(uint4);
+    put_elements(reinterpret_cast<uint4*>(dst), reinterpret_cast<const uint4*>(src), whole, first,
+                 stride);
+    put_elements(dst + whole * sizeof(uint4), src + whole * sizeof(uint4), bytes % sizeof(uint4),
+                 first, stride);
+  } else if ((both | bytes) % sizeof(std::uint32_t) == 0) {
+    put_elements(reinterpret_cast<std::uint32_t*>(dst), reinterpret_cast<const std::uint32_t*>(src),
+                 bytes / sizeof(std::uint32_t), first, stride);
+  } else {
+    put_elements(dst, src, bytes, first, stride);
+  }
+}
+
+// put_threads with all threads of a one-dimensional CTA.
+__device__ inline void put_block(std::byte* dst, const std::byte* src, std::uint64_t bytes) {
+  put_threads(dst, src, bytes, threadIdx.x, blockDim.x);
 }
 
 // Publishes `epoch` in a peer's word behind everything that this CTA stored before: barrier, then

@@ -10,6 +10,7 @@
 
 #include "core/cuda/check.h"
 #include "fabric/cuda/driver.h"
+#include "fabric/cuda/put_sm90.h"
 #include "penstock/core/error.h"
 
 namespace penstock::cuda {
@@ -144,6 +145,13 @@ WindowView DeviceRank::window_view(const Window& window) const {
   return view;
 }
 
+void DeviceRank::prepare(cudaStream_t stream) {
+  const ScopedDevice scope(device_);
+  PENSTOCK_CUDA_CHECK(launch_nothing(stream));
+  track(stream);
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
 void DeviceRank::track(cudaStream_t stream) {
   {
     const std::lock_guard lock(mutex_);
@@ -176,6 +184,10 @@ bool DeviceRank::serve() noexcept {
 }
 
 void DeviceRank::look() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (team_->generation() == left_team_generation_) return;
+  }
   if (team_->faulted()) {
     abort();
     return;
@@ -223,6 +235,7 @@ void DeviceRank::resume(std::uint64_t floor) {
   const std::lock_guard lock(mutex_);
   auto* words = record_.as<PinnedWords>();
   ++generation_;
+  left_team_generation_ = team_->generation();
   words->record = FaultRecord{};
   words->generation_value = generation_;
   PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(word(kGenerationWord), &words->generation_value,

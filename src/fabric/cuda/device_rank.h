@@ -77,6 +77,11 @@ class DeviceRank : public RearmHook, private ProxyClient {
     return probes_[static_cast<std::size_t>(peer)];
   }
 
+  // Makes the driver set `stream` up now, by an empty kernel that this call waits for. A new
+  // stream's first launch may wait for the GPU to be idle; on a GPU that several ranks share, that
+  // is a wait for a kernel which waits for this launch. Call it for every stream before the first
+  // kernel that waits for a peer; not while capturing.
+  void prepare(cudaStream_t stream);
   // Tells the guard that work which touches windows was enqueued on `stream`, and wakes the proxy.
   // Call it after every launch (not while capturing; replays of a graph: after cudaGraphLaunch).
   void track(cudaStream_t stream);
@@ -108,6 +113,8 @@ class DeviceRank : public RearmHook, private ProxyClient {
   // One event a stream, recorded behind its latest launch: unlike the stream it cannot be destroyed
   // under us.
   std::map<cudaStream_t, cudaEvent_t> launched_;
+  // Team generation that a rearm is about to leave: its fault is still visible while this rank has already resumed.
+  std::uint64_t left_team_generation_ = 0;
   bool reported_ = false;  // this generation's record went to the team
   bool aborted_ = false;   // this generation's abort word was written by this host
   std::chrono::steady_clock::time_point seen_aborted_{};

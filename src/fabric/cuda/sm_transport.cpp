@@ -1,0 +1,112 @@
+#include "fabric/cuda/sm_transport.h"
+
+#include <fmt/format.h>
+
+#include "core/cuda/check.h"
+#include "fabric/cuda/window_backend.h"
+#include "fabric/transport_checks.h"
+#include "penstock/core/error.h"
+
+namespace penstock::cuda {
+
+DeviceSmTransport::DeviceSmTransport(TransportKind kind, std::shared_ptr<DeviceRank> rank,
+                                     std::shared_ptr<Window> window, int blocks)
+    : kind_(kind),
+      rank_(std::move(rank)),
+      window_(std::move(window)),
+      blocks_(blocks),
+      op_(rank_->team()->next_operator()),
+      guard_(rank_->team(), op_),
+      merger_(rank_->team()->size()) {
+  require(kind != TransportKind::kCopyEngine, ErrorKind::kInvalidArgument,
+          [] { return std::string("transport copy_engine is DeviceCopyEngine"); });
+  require(blocks >= 1 && blocks <= rank_->sms(), ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("{} copy CTAs: rank {} may use 1 to {}", blocks, rank_->team()->rank(),
+                       rank_->sms());
+  });
+  require(device_mapping(*window_)->device() == rank_->device(), ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("the window is not on GPU {}, where its rank is", rank_->device());
+  });
+  const ScopedDevice scope(rank_->device());
+  PENSTOCK_CUDA_CHECK(load_sm_put());
+  PENSTOCK_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&arrivals_), sizeof(*arrivals_)));
+  zero_device(arrivals_, sizeof(*arrivals_));
+  PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  PENSTOCK_CUDA_CHECK(launch_nothing(stream_));  // see DeviceRank::prepare
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
+  window_->add_user(this);
+}
+
+DeviceSmTransport::~DeviceSmTransport() {
+  window_->remove_user(this);
+  // Copies wait for nobody: they end.
+  if (stream_ != nullptr) (void)cudaStreamSynchronize(stream_);
+  if (event_ != nullptr) (void)cudaEventDestroy(event_);
+  if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+  if (arrivals_ != nullptr) (void)cudaFree(arrivals_);
+}
+
+void DeviceSmTransport::put(const PutDescriptor& descriptor) {
+  detail::check_put(*window_, descriptor, to_string(kind_));
+  require(kind_ == TransportKind::kSm || descriptor.bytes == 0, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format(
+        "transport direct moves no data for the host: {} bytes must be stored by the producing "
+        "kernel",
+        descriptor.bytes);
+  });
+  rank_->team()->check();
+  merger_.push(descriptor);
+}
+
+void DeviceSmTransport::flush() {
+  const ScopedDevice scope(rank_->device());
+  while (!merger_.empty()) {
+    const MergedCopy copy = merger_.next();
+    std::byte* base = window_->base(copy.peer);
+    SmPut put;
+    put.dst = base + copy.dst_offset;
+    put.src = window_->local() + copy.src_offset;
+    put.bytes = copy.bytes;
+    put.arrivals = arrivals_;
+    // The first signal rides with the data; stream order puts the others behind it.
+    std::size_t next = 0;
+    do {
+      if (next < copy.signals.size()) {
+        put.word = reinterpret_cast<std::uint64_t*>(base + copy.signals[next].first);
+        put.epoch = copy.signals[next].second;
+      }
+      PENSTOCK_CUDA_CHECK(launch_sm_put(put, put.bytes == 0 ? 1 : blocks_, stream_));
+      put.bytes = 0;
+      ++next;
+    } while (next < copy.signals.size());
+    pending_.puts += copy.puts;
+    pending_.copies += copy.bytes == 0 ? 0 : 1;
+    pending_.bytes += copy.bytes;
+    pending_.signals += copy.signals.size();
+  }
+}
+
+void DeviceSmTransport::quiet() {
+  flush();
+  const ScopedDevice scope(rank_->device());
+  PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream_));
+  guard_.wait_until(
+      [&] {
+        const cudaError_t status = cudaEventQuery(event_);
+        if (status != cudaErrorNotReady) check(status, "cudaEventQuery");
+        return status == cudaSuccess;
+      },
+      [] { return std::uint64_t{0}; }, pending_.puts, {.peer = -1, .op = op_});
+  puts_ += pending_.puts;
+  copies_ += pending_.copies;
+  bytes_ += pending_.bytes;
+  signals_ += pending_.signals;
+  pending_ = {};
+}
+
+TransportCounters DeviceSmTransport::counters() const noexcept {
+  return {puts_.load(), copies_.load(), bytes_.load(), direct_bytes_.load(), signals_.load()};
+}
+
+}  // namespace penstock::cuda
