@@ -93,5 +93,9 @@ void add_eval(CLI::App& app, Command& command);
 void add_info(CLI::App& app, Command& command);
 void add_convert(CLI::App& app, Command& command);
 void add_env(CLI::App& app, Command& command);
+void add_doctor(CLI::App& app, Command& command);
+void add_layout(CLI::App& app, Command& command);
+void add_bench(CLI::App& app, Command& command);
+void add_bench_link(CLI::App& bench, Command& command);  // under bench
 
 }  // namespace penstock::cli

@@ -56,6 +56,9 @@ int main(int argc, char** argv) {
   cli::add_info(app, command);
   cli::add_convert(app, command);
   cli::add_env(app, command);
+  cli::add_doctor(app, command);
+  cli::add_layout(app, command);
+  cli::add_bench(app, command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

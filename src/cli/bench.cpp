@@ -1,0 +1,12 @@
+// penstock bench: the measurements, one subcommand each.
+#include "cli/command.h"
+
+namespace penstock::cli {
+
+void add_bench(CLI::App& app, Command& command) {
+  CLI::App* bench = app.add_subcommand("bench", "Measure; --json prints one object a line");
+  bench->require_subcommand(1);
+  add_bench_link(*bench, command);
+}
+
+}  // namespace penstock::cli
