@@ -1,9 +1,11 @@
 // What a process holds: for tests that say that nothing leaks.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 
 namespace penstock::testing {
 
@@ -36,6 +38,16 @@ inline Resources resources() {
     if (line.find("memfd:penstock") != std::string::npos) ++out.shared_mappings;
   }
   return out;
+}
+
+// The same once the kernel has put away threads that were joined a moment ago.
+inline Resources settled_resources(const Resources& before) {
+  Resources now = resources();
+  for (int i = 0; i < 200 && now.threads > before.threads; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    now = resources();
+  }
+  return now;
 }
 
 }  // namespace penstock::testing

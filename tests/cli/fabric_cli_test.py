@@ -1,0 +1,100 @@
+"""Runs doctor, layout and bench link as a user does. Usage: fabric_cli_test.py BINARY [unittest arguments]"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.dom.minidom
+
+BINARY = os.path.abspath(sys.argv[1])
+
+
+def run_cli(*arguments, expect=0, env=None):
+    done = subprocess.run(
+        [BINARY, *arguments], capture_output=True, timeout=300, check=False, env={**os.environ, **(env or {})}
+    )
+    if done.returncode != expect:
+        raise AssertionError(f"{arguments}: exit code {done.returncode}, not {expect}: {done.stderr.decode()}")
+    return done
+
+
+class Doctor(unittest.TestCase):
+    def test_every_transport_reaches_every_pair(self):
+        report = json.loads(run_cli("doctor", "--ranks", "3", "--bytes", "65536", "--json").stdout)
+        self.assertTrue(report["ok"])
+        self.assertEqual([t["transport"] for t in report["self_test"]], ["copy_engine", "sm", "direct"])
+        for transport in report["self_test"]:
+            self.assertEqual(len(transport["pairs"]), 6)
+            self.assertEqual(transport["moved_bytes"], 6 * 3 * 65536)
+            self.assertEqual(transport["asked_bytes"], transport["moved_bytes"])
+
+    def test_words(self):
+        text = run_cli("doctor", "--ranks", "1", "--bytes", "4096").stdout.decode()
+        self.assertEqual(text.count("ok, signals follow data"), 3)
+
+    def test_refusals(self):
+        run_cli("doctor", "--ranks", "0", expect=2)
+        run_cli("doctor", "--ranks", "65", expect=2)
+        done = run_cli("doctor", "--bytes", "12", "--json", expect=1)
+        error = json.loads(done.stdout)["error"]
+        self.assertEqual(error["kind"], "invalid_argument")
+        self.assertIn("multiple of 8", error["message"])
+        done = run_cli("doctor", expect=1, env={"PENSTOCK_DEADLINE_S": "soon"})
+        self.assertIn(b"PENSTOCK_DEADLINE_S='soon'", done.stderr)
+
+
+class Layout(unittest.TestCase):
+    def test_regions_follow_each_other(self):
+        layout = json.loads(run_cli("layout", "all_reduce", "--ranks", "4", "--elements", "300", "--json").stdout)
+        self.assertEqual([r["name"] for r in layout["regions"]], ["one_shot", "reduce", "gather"])
+        # 100 packets of 16 bytes, from each of 4 ranks, twice
+        self.assertEqual(layout["regions"][0]["bytes"], 2 * 4 * 100 * 16)
+        end = 0
+        for region in layout["regions"]:
+            self.assertEqual(region["offset"] % region["alignment"], 0)
+            self.assertGreaterEqual(region["offset"], end)
+            end = region["offset"] + region["bytes"]
+        self.assertGreaterEqual(layout["bytes"], end)
+
+    def test_words_and_refusals(self):
+        text = run_cli("layout", "all_reduce").stdout.decode()
+        self.assertIn("digest", text)
+        run_cli("layout", expect=2)
+        run_cli("layout", "nothing_of_this_name", expect=2)
+        run_cli("layout", "all_reduce", "--elements", "0", expect=2)
+
+
+class BenchLink(unittest.TestCase):
+    def test_lines_and_plot(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            plot = os.path.join(folder, "link.svg")
+            done = run_cli("bench", "link", "--max-bytes", "16384", "--samples", "3", "--plot", plot, "--json")
+            points = [json.loads(line) for line in done.stdout.splitlines()]
+            link = [p for p in points if p["bench"] == "link"]
+            self.assertEqual(len(link), 3 * 3 * 2)
+            for point in link:
+                self.assertTrue(point["correct"])
+                self.assertLessEqual(point["p10_us"], point["median_us"])
+                self.assertLessEqual(point["median_us"], point["p90_us"])
+                self.assertEqual(point["moved_bytes"], 6 * point["bytes"])
+            self.assertEqual({p["rows"] for p in points if p["bench"] == "all_reduce"}, {1, 2, 4, 8, 16})
+            lines = xml.dom.minidom.parse(plot).getElementsByTagName("polyline")
+            self.assertEqual(len(lines), 6)
+            for line in lines:
+                self.assertEqual(len(line.getAttribute("points").split()), 3)
+
+    def test_words_and_refusals(self):
+        text = run_cli("bench", "link", "--max-bytes", "4096", "--samples", "2", "--width", "30").stdout.decode()
+        self.assertIn("copy_engine", text)
+        self.assertIn("two_shot", text)
+        run_cli("bench", expect=2)
+        run_cli("bench", "link", "--ranks", "1", expect=2)
+        run_cli("bench", "link", "--min-bytes", "8192", "--max-bytes", "4096", expect=2)
+        run_cli("bench", "link", "--min-bytes", "12", "--max-bytes", "24", expect=1)
+        run_cli("bench", "link", "--max-bytes", "4096", "--plot", "/nonexistent/link.svg", expect=1)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[2:]])
