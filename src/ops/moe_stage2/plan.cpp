@@ -23,7 +23,7 @@ void plan_on_host(const PlanInputs& in, const PlanOutputs& out) {
       const std::int32_t rows = std::min(kTileRows, in.expert_rows[e] - done);
       out.tile_rows[tile] = rows;
       out.tile_mate[tile] =
-          mate_of(static_cast<std::int32_t>(tile), done / kTileRows, tiles_of(in.expert_rows[e]));
+          mate_of(static_cast<std::int32_t>(tile), done / kTileRows, in.expert_rows[e]);
       std::copy(next.begin(), next.end(), out.prefix + tile * kMaxRanks);
       for (std::int32_t i = 0; i < kTileRows; ++i) {
         const RowOrigin origin = in.origin[tile * kTileRows + i];

@@ -85,7 +85,12 @@ Bf16 combine_element(const unsigned char* const* rows, const float* weight, std:
   float sum = 0.0f;
   for (std::int32_t k = 0; k < top_k; ++k) {
     if (rows[k] == nullptr) continue;
-    sum = std::fmaf(weight[k], read_row(rows[k], hidden, wire, column), sum);
+    if (wire == WireFormat::kFp8) {
+      const float scale = E8M0{rows[k][wire_scale_offset(hidden, column)]}.to_float();
+      sum = std::fmaf(weight[k] * scale, E4M3{rows[k][column]}.to_float(), sum);
+    } else {
+      sum = std::fmaf(weight[k], read_row(rows[k], hidden, wire, column), sum);
+    }
   }
   return Bf16::from_float(sum);
 }

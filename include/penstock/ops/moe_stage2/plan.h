@@ -67,11 +67,15 @@ PENSTOCK_HOST_DEVICE constexpr std::int32_t tiles_of(std::int64_t rows) {
   return static_cast<std::int32_t>((rows + kTileRows - 1) / kTileRows);
 }
 
-// Mate of tile `tile`, the `index`-th of its expert's `tiles`: tiles 2 i and 2 i + 1 of an expert
-// are mates, the last one of an odd number is its own.
+// Rows of half a tile: a tile with no more is computed in half the time, but only without a mate.
+inline constexpr int kHalfTileRows = kTileRows / 2;
+
+// Mate of tile `tile`, the `index`-th of the tiles of an expert with `rows` rows: tiles 2 i and 2 i
+// + 1 are mates. A tile that is left over, and a last tile of at most kHalfTileRows, is its own.
 PENSTOCK_HOST_DEVICE constexpr std::int32_t mate_of(std::int32_t tile, std::int32_t index,
-                                                    std::int32_t tiles) {
-  if ((index ^ 1) >= tiles) return tile;
+                                                    std::int32_t rows) {
+  const std::int32_t full = (rows + kHalfTileRows - 1) / kTileRows;  // tiles of more than half
+  if ((index ^ 1) >= full || index >= full) return tile;
   return (index & 1) != 0 ? tile - 1 : tile + 1;
 }
 

@@ -42,8 +42,8 @@ void write_row(const GemmOperands& op, std::int64_t row, std::int32_t expert, Wi
 float read_row(const unsigned char* bytes, std::int32_t hidden, WireFormat wire,
                std::int32_t column);
 
-// The combine: bit for bit what the kernels write. rows [top_k] are wire rows, null where a slot
-// has none.
+// The combine: bit for bit what the kernels write, in slot order sum = fma(weight, y, sum), on the
+// fp8 wire fma(weight * 2^e, element, sum). rows [top_k] are wire rows, null where a slot has none.
 Bf16 combine_element(const unsigned char* const* rows, const float* weight, std::int32_t top_k,
                      std::int32_t hidden, WireFormat wire, std::int32_t column);
 

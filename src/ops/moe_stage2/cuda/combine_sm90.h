@@ -11,7 +11,8 @@ namespace penstock::moe_stage2 {
 
 // out[t] = bf16(sum over slots k = 0, 1, ... of weight[t, k] * y(t, k)), each step one f32 fused
 // multiply-add, so the bits depend on neither the launch nor the order in which rows arrived. y(t,
-// k) is the row that inverse[t, k] names; a slot with run < 0 adds nothing.
+// k) is the row that inverse[t, k] names; a slot with run < 0 adds nothing. On the fp8 wire the
+// step is fma(weight * 2^e, element, sum): the same unless weight * 2^e leaves the normal f32.
 struct CombineArgs {
   RunBases runs;                      // by source, see RowPlace
   const RowPlace* inverse = nullptr;  // [tokens, top_k]

@@ -52,6 +52,9 @@ static_assert(kSharedBytes <= 232448, "more shared memory than a block of sm_90 
 // the pipe idles while both promote: 63% busy instead of over 80%.
 constexpr std::uint32_t kTurnBarrier = 1;
 constexpr std::uint32_t kConsumerThreads = 256;
+// Instructions of a wave after whose end the other warpgroup may start: 1, 2, 3 of 4 take 1,198,
+// 1,211, 1,252 thousand cycles for the 33,132 x 6144 x 2048 problem.
+constexpr int kTurnSplit = 1;
 
 // What a CTA computes in one step of its cluster.
 struct Work {
@@ -227,35 +230,54 @@ __device__ __forceinline__ WireScale wire_scale(std::uint32_t amax) {
           __uint_as_float(finite ? (254u - code) << 23 : kF32NanBits)};
 }
 
+// max(|a|, |b|), NaN if either is: the bits order as in amax_bits().
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return m;
+}
+
 // The same wave as E4M3 with one E8M0 per 32 columns behind the row's payload.
 __device__ __forceinline__ void write_wave_fp8(const float (&sum)[64], std::uint32_t staging,
                                                int wave, unsigned char* address, int column,
                                                int hidden) {
   const int lane = threadIdx.x % 32;
   std::uint32_t exponents[2] = {0, 0};
+  // Word [half][g]: this lane's two columns of column groups 2 g (low) and 2 g + 1, in row lane / 4
+  // + 8 half.
+  std::uint32_t words[2][8];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      std::uint32_t largest = 0;
+      float largest = 0.0f;
 #pragma unroll
       for (int j = 4 * block; j < 4 * block + 4; ++j) {
-        largest = max_bits(largest, max_bits(abs_bits(sum[4 * j + 2 * half]),
-                                             abs_bits(sum[4 * j + 2 * half + 1])));
+        largest =
+            max_magnitude(largest, max_magnitude(sum[4 * j + 2 * half], sum[4 * j + 2 * half + 1]));
       }
-      largest = max_bits(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = max_bits(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const WireScale scale = wire_scale(largest);
+      largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const WireScale scale = wire_scale(__float_as_uint(largest));
       exponents[half] |= scale.code << (8 * block);
 #pragma unroll
-      for (int j = 4 * block; j < 4 * block + 4; ++j) {
-        const std::uint16_t pair = pack_e4m3(sum[4 * j + 2 * half] * scale.inverse,
-                                             sum[4 * j + 2 * half + 1] * scale.inverse);
-        const std::uint32_t piece = (j / 2) ^ (row & 7);
-        store_shared_u16(staging + row * 128 + piece * 16 + (j % 2) * 8 + (lane % 4) * 2, pair);
+      for (int g = 2 * block; g < 2 * block + 2; ++g) {
+        const float* even = sum + 8 * g + 2 * half;
+        const std::uint32_t low = pack_e4m3(even[0] * scale.inverse, even[1] * scale.inverse);
+        const std::uint32_t high = pack_e4m3(even[4] * scale.inverse, even[5] * scale.inverse);
+        words[half][g] = low | high << 16;
       }
     }
+  }
+  // stmatrix puts a lane's two 16-bit halves beside each other: the pairs of a 16-byte piece,
+  // columns 2 q and 8 + 2 q of lanes q = 0 .. 3, stand as 0 4 1 5 2 6 3 7 and are put in order when
+  // read.
+  const int matrix_row = lane % 16;
+#pragma unroll
+  for (int g = 0; g < 8; g += 2) {
+    const std::uint32_t piece = (g + lane / 16) ^ (matrix_row & 7);
+    store_matrix_x4(staging + matrix_row * 128 + piece * 16, words[0][g], words[1][g],
+                    words[0][g + 1], words[1][g + 1]);
   }
   __syncwarp();
   const auto packed_address = reinterpret_cast<unsigned long long>(address);
@@ -265,8 +287,10 @@ __device__ __forceinline__ void write_wave_fp8(const float (&sum)[64], std::uint
     const int piece = lane % 8;
     const auto target = __shfl_sync(0xffffffffu, packed_address, wave * 16 + row);
     const uint4 v = load_shared_v4(staging + row * 128 + ((piece ^ (row & 7)) * 16));
+    const uint4 ordered = make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410),
+                                     __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
     store_global_v4_if(target != 0, reinterpret_cast<unsigned char*>(target) + column + piece * 16,
-                       v);
+                       ordered);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -279,26 +303,30 @@ __device__ __forceinline__ void write_wave_fp8(const float (&sum)[64], std::uint
   __syncwarp();
 }
 
-// Starts one wave: two groups of two instructions, so that its middle can be waited for.
-__device__ __forceinline__ void start_wave(float (&d)[64], std::uint64_t a, std::uint64_t b) {
+// Starts one wave: its first kTurnSplit instructions are a group of their own, which can be waited
+// for.
+__device__ __forceinline__ void start_wave(float (&d)[64], std::uint32_t a, std::uint32_t b) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
   mma_fence();
 #pragma unroll
   for (int k = 0; k < kScaleBlock / 32; ++k) {
     mma_m64n128k32_e4m3(d, a + 2 * k, b + 2 * k, k != 0);
-    if (k == 1) mma_commit();
+    if (k + 1 == kTurnSplit) mma_commit();
   }
   mma_commit();
 }
 
-// Ends it. The other warpgroup may start at the middle: its first instruction is then on its way
-// when the second half ends.
-__device__ __forceinline__ void end_wave(float (&d)[64], int group) {
+// Opens the other warpgroup's turn when the first group is done: its first instruction
+// is then on its way when this wave's last ends.
+template <int kGroup>
+__device__ __forceinline__ void pass_turn(float (&d)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
   mma_wait<1>();
-  named_barrier_arrive(kTurnBarrier + (group ^ 1), kConsumerThreads);
+  named_barrier_arrive(kTurnBarrier + (kGroup ^ 1), kConsumerThreads);
+}
+__device__ __forceinline__ void end_wave(float (&d)[64]) {
   mma_wait<0>();
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
@@ -311,32 +339,52 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], 
   for (int i = 0; i < 64; ++i) sum[i] = fmaf((i & 2) ? high : low, d[i], sum[i]);
 }
 
-template <WireFormat kWire>
+// Scales of this lane's four rows of a tile, of one block of K.
+struct ActScales {
+  float row[4];
+};
+__device__ __forceinline__ ActScales read_act_scales(std::uint32_t address) {
+  return {{load_shared_f32(address), load_shared_f32(address + 8 * 4),
+           load_shared_f32(address + 64 * 4), load_shared_f32(address + 72 * 4)}};
+}
+
+// A warpgroup's number is a template parameter: descriptors and barriers are then uniform
+// constants, and nothing but the matrix instruction stands between a turn and its use.
+template <WireFormat kWire, int kGroup>
 __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint32_t shared,
                                          const Steps& steps) {
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 - 4;  // 0 to 7
-  const int group = warp / 4;             // consumer warpgroup: columns 128 * group of the tile
-  const int group_row = (warp % 4) * 16;  // of each 64-row wave
+  const int warp = threadIdx.x / 32 % 4;  // of this warpgroup
+  const int group_row = warp * 16;        // of each 64-row wave
   const std::uint32_t act_scales = shared + kScaleOffset + (group_row + lane / 4) * 4;
-  const std::uint64_t act_descriptor = descriptor_k_major_128b(shared + kActOffset);
-  const std::uint64_t weight_descriptor =
-      descriptor_k_major_128b(shared + kWeightOffset + group * (kWeightBytes / 2));
+  const std::uint32_t act_descriptor = descriptor_k_major_128b(shared + kActOffset);
+  const std::uint32_t weight_descriptor =
+      descriptor_k_major_128b(shared + kWeightOffset + kGroup * (kWeightBytes / 2));
   const std::uint32_t empty_other = map_to_cta(shared + kEmptyOffset, steps.cta_rank ^ 1);
 
   // Weight scales of blocks kb ... kb + 31 of K for this warpgroup's 128 columns, one a lane. A
   // group past the last column reads the last scales and writes nothing.
   const auto read_weight_scales = [&](int expert, int column, int kb) {
     const int scale_rows = args.hidden / kScaleBlock;
-    const int scale_row = min(column / kScaleBlock + group, scale_rows - 1);
+    const int scale_row = min(column / kScaleBlock + kGroup, scale_rows - 1);
     return __ldg(args.weight_scales +
                  (static_cast<std::int64_t>(expert) * scale_rows + scale_row) * args.k_blocks +
                  min(kb + lane, args.k_blocks - 1));
   };
 
+  // Gives a stage back. Both CTAs' copiers write into it (W or A comes by multicast), so both have
+  // to know.
+  const auto release = [&](int stage) {
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(shared + kEmptyOffset + stage * 8);
+      barrier_arrive_remote(empty_other + stage * 8);
+    }
+  };
+
   std::uint32_t parities = 0;
   float scale_lane = 0.0f;
-  if (group == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
 
   float d[64];
   float sum[2][64];
@@ -358,50 +406,59 @@ __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint3
       sum[0][k] = 0.0f;
       sum[1][k] = 0.0f;
     }
-    for (int round = 0; round < args.k_blocks; round += kStages) {
-      if (round != 0 && round % 32 == 0) {
+    ActScales scales = read_act_scales(act_scales);
+    float w = __shfl_sync(0xffffffffu, scale_lane, 0);
+    // Waits for block kb, which follows the one in `stage`, and reads its scales.
+    const auto prepare = [&](int stage, int kb) {
+      if (kb >= args.k_blocks) return;
+      const int next_stage = (stage + 1) % kStages;
+      if (kb % 32 == 0) {
         scale_lane =
-            read_weight_scales(load_shared_i32(facts + 12), load_shared_i32(facts + 4), round);
+            read_weight_scales(load_shared_i32(facts + 12), load_shared_i32(facts + 4), kb);
       }
+      barrier_wait(shared + kFullOffset + next_stage * 8, parity_of(parities, next_stage));
+      scales = read_act_scales(act_scales + next_stage * kScaleBytes);
+      w = __shfl_sync(0xffffffffu, scale_lane, kb % 32);
+    };
+    for (int round = 0; round < args.k_blocks; round += kStages) {
       if (round + kStages >= args.k_blocks) {
         place = args.place[static_cast<std::int64_t>(load_shared_i32(facts)) * kTileRows +
                            (lane / 16) * 64 + group_row + lane % 16];
       }
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
-        if (round + stage >= args.k_blocks) break;
-        barrier_wait(shared + kFullOffset + stage * 8, parity_of(parities, stage));
-        const std::uint64_t a = act_descriptor + stage * (kActBytes >> 4);
-        const std::uint64_t b = weight_descriptor + stage * (kWeightBytes >> 4);
-        named_barrier_sync(kTurnBarrier + group, kConsumerThreads);
+        const int kb = round + stage;
+        if (kb >= args.k_blocks) break;
+        const std::uint32_t a = act_descriptor + stage * (kActBytes >> 4);
+        const std::uint32_t b = weight_descriptor + stage * (kWeightBytes >> 4);
+        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
         start_wave(d, a, b);
-        const float w = __shfl_sync(0xffffffffu, scale_lane, (round + stage) % 32);
-        const float s00 = load_shared_f32(act_scales + stage * kScaleBytes) * w;
-        const float s01 = load_shared_f32(act_scales + stage * kScaleBytes + 8 * 4) * w;
-        const float s10 = load_shared_f32(act_scales + stage * kScaleBytes + 64 * 4) * w;
-        const float s11 = load_shared_f32(act_scales + stage * kScaleBytes + 72 * 4) * w;
-        end_wave(d, group);
+        // Under the matrix instructions: everything that is neither a sum nor one of them.
+        if (kb > 0) release((stage + kStages - 1) % kStages);
+        parities ^= 1u << stage;
+        const float s00 = scales.row[0] * w;
+        const float s01 = scales.row[1] * w;
+        const float s10 = scales.row[2] * w;
+        const float s11 = scales.row[3] * w;
+        pass_turn<kGroup>(d);
+        if (!two_waves) prepare(stage, kb + 1);
+        end_wave(d);
         promote(sum[0], d, s00, s01);
         if (two_waves) {  // the same in both warpgroups, so their turns stay even
-          named_barrier_sync(kTurnBarrier + group, kConsumerThreads);
+          named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
           start_wave(d, a + (64 * kScaleBlock >> 4), b);
-          end_wave(d, group);
+          pass_turn<kGroup>(d);
+          prepare(stage, kb + 1);
+          end_wave(d);
+          promote(sum[1], d, s10, s11);
         }
-        // Both CTAs' copiers write into this stage (W or A comes by multicast), so both have to
-        // know.
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive(shared + kEmptyOffset + stage * 8);
-          barrier_arrive_remote(empty_other + stage * 8);
-        }
-        if (two_waves) promote(sum[1], d, s10, s11);
-        parities ^= 1u << stage;
       }
     }
+    release((args.k_blocks - 1) % kStages);
 
-    const int column = load_shared_i32(facts + 4) + group * kScaleBlock;
+    const int column = load_shared_i32(facts + 4) + kGroup * kScaleBlock;
     if (column < args.hidden) {
-      const std::uint32_t staging = shared + kStagingOffset + warp * kStagingBytes;
+      const std::uint32_t staging = shared + kStagingOffset + (kGroup * 4 + warp) * kStagingBytes;
       unsigned char* address = place.run >= 0 ? args.runs.address(place) : nullptr;
       if constexpr (kWire == WireFormat::kBf16) {
         write_wave_bf16(sum[0], staging, 0, address, column);
@@ -422,7 +479,7 @@ __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint3
     scale_lane = next_scale_lane;
   }
   // Takes the turn that the last wave of warpgroup 1 gave, so that no barrier is left half full.
-  if (group == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
 }
 
 template <WireFormat kWire>
@@ -461,9 +518,12 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
       count_tiles(args, shared, tiles, steps);
     }
     __syncwarp();
+  } else if (threadIdx.x < 256) {
+    register_budget_raise<232>();
+    multiply<kWire, 0>(args, shared, steps);
   } else {
     register_budget_raise<232>();
-    multiply<kWire>(args, shared, steps);
+    multiply<kWire, 1>(args, shared, steps);
   }
   // The other CTA still copies into this one's shared memory and arrives on its barriers: leave
   // together.

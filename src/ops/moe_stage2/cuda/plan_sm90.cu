@@ -90,8 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) {
       out.tile_expert[tile] = low;
       out.tile_rows[tile] = rows;
-      out.tile_mate[tile] =
-          mate_of(tile, tile - first_tile[low], first_tile[low + 1] - first_tile[low]);
+      out.tile_mate[tile] = mate_of(tile, tile - first_tile[low], in.expert_rows[low]);
     }
     __syncthreads();
   }
