@@ -3,9 +3,9 @@
 //
 // Atomicity. One ld/st.relaxed.sys.b128 is a single memory operation of the PTX model (PTX ISA 8.3,
 // sm_70 and later), unlike .v4.b32, which is ordered only element by element. On sm_90a it becomes
-// exactly one LDG.E.128.STRONG.SYS or STG.E.128.STRONG.SYS (tests disassemble it). Over NVLink the
-// 16 bytes stay one unit; the host refuses packets between GPUs without native peer atomics, i.e.
-// over PCIe.
+// exactly one LDG.E.128.STRONG.SYS or STG.E.128.STRONG.SYS (read in the disassembly, CUDA 13.0).
+// Over NVLink the 16 bytes stay one unit; the host refuses packets between GPUs without native peer
+// atomics, i.e. over PCIe.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -107,8 +107,6 @@ class Mapping {
 
   std::byte* data() const { return reinterpret_cast<std::byte*>(base_); }
   std::size_t bytes() const { return bytes_; }
-  // Leaves the range mapped for the rest of the process: a stuck peer may still write to it.
-  void leak() noexcept { base_ = 0; }
 
  private:
   void swap(Mapping& other) noexcept {
@@ -135,7 +133,6 @@ class PinnedMemory {
     return static_cast<T*>(data_);
   }
   std::size_t bytes() const { return bytes_; }
-  void leak() noexcept { data_ = nullptr; }
 
  private:
   void swap(PinnedMemory& other) noexcept {
