@@ -246,9 +246,9 @@ __device__ __forceinline__ void multiply_bf16(const GemmArgs& args, std::uint32_
     std::uint32_t previous = 0;
     for (int kb = 0; kb < total_steps; ++kb) {
       barrier_wait(shared + kFullOffset + ring.stage * 8, ring.parity);
-      const std::uint64_t a =
+      const std::uint32_t a =
           descriptor_k_major_128b(shared + kAOffset + ring.stage * kABytes + group * (kABytes / 2));
-      const std::uint64_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes);
+      const std::uint32_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes);
 #pragma unroll
       for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
       mma_fence();
@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply_bf16(const GemmArgs& args, std::uint32_
   }
 }
 
-__device__ __forceinline__ void multiply_wave(float (&d)[64], std::uint64_t a, std::uint64_t w) {
+__device__ __forceinline__ void multiply_wave(float (&d)[64], std::uint32_t a, std::uint32_t w) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
   mma_fence();
@@ -341,8 +341,8 @@ __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t
         const float s01 = load_shared_f32(a_scales + 8 * 4) * w_scale;
         const float s10 = load_shared_f32(a_scales + 64 * 4) * w_scale;
         const float s11 = load_shared_f32(a_scales + 72 * 4) * w_scale;
-        const std::uint64_t a = descriptor_k_major_128b(shared + kAOffset + ring.stage * kABytes);
-        const std::uint64_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes +
+        const std::uint32_t a = descriptor_k_major_128b(shared + kAOffset + ring.stage * kABytes);
+        const std::uint32_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes +
                                                         group * (kWBytes / 2));
         multiply_wave(d, a, w);
         promote(sum[0], d, s00, s01);
