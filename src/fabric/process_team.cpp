@@ -15,6 +15,7 @@
 #include "fabric/rendezvous.h"
 #include "fabric/sockets.h"
 #include "fabric/team_base.h"
+#include "penstock/core/log.h"
 
 namespace penstock {
 namespace {
@@ -217,6 +218,7 @@ std::unique_ptr<SharedControl> share_control(const Discovery& me, const detail::
 
 TeamHandle connect_team(const TeamOptions& options) {
   const Discovery me = discover(options);
+  log(LogLevel::kInfo, describe(me));
   const auto deadline = detail::deadline_or_default(options.deadline);
   const auto until = std::chrono::steady_clock::now() + deadline;
   detail::Meeting meeting;

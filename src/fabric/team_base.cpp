@@ -331,15 +331,23 @@ void TeamBase::wait_for_rearm(bool decided) {
   const std::uint64_t bit = 1ULL << rank_;
   const auto start = std::chrono::steady_clock::now();
   auto pause = std::chrono::microseconds(1);
+  std::uint64_t came = 0;
   while (true) {
-    int missing = -1;
-    for (int r = size_ - 1; r >= 0; --r) {
-      const bool there = decided ? load(cell(r).rearm_done) > old : (mask.load() >> r & 1) != 0;
-      if (!there) missing = r;
+    std::uint64_t there = 0;
+    if (decided) {
+      for (int r = 0; r < size_; ++r) {
+        if (load(cell(r).rearm_done) > old) there |= 1ULL << r;
+      }
+    } else {
+      there = mask.load();
     }
-    if (missing < 0) return;
+    if (there == all) return;
+    // A rank that came and has given up since is not the one to blame.
+    came |= there;
+    const int missing = std::countr_zero(~(came == all ? there : came));
     const auto waited = std::chrono::steady_clock::now() - start;
-    const bool lost = gone(missing);
+    bool lost = false;
+    for (int r = 0; r < size_; ++r) lost = lost || ((there >> r & 1) == 0 && gone(r));
     if (lost || waited > deadline_) {
       if (!decided) {
         std::uint64_t seen = mask.load();

@@ -110,15 +110,16 @@ std::shared_ptr<Window> WindowPool::lease(const std::string& key, Layout layout)
   require(!key.empty(), ErrorKind::kInvalidArgument,
           [] { return std::string("a window pool lease needs a key, e.g. the operator's name"); });
   agree_on_layout(*team_, layout, key);
-  for (const auto& [name, window] : slices_) {
-    if (name != key) continue;
+  for (const auto& slice : slices_) {
+    if (slice.first != key) continue;
+    const Window* window = slice.second.get();
     require(window->layout().digest() == layout.digest(), ErrorKind::kInvalidArgument, [&] {
       return fmt::format(
           "window pool key '{}' is taken by another layout; use another key, or "
           "one shape for all its users\ntaken: {}asked: {}",
           key, window->layout().describe(), layout.describe());
     });
-    return window;
+    return slice.second;
   }
   // A page: enough for every alignment that a layout may ask for.
   const std::uint64_t bytes = round_up(std::max<std::uint64_t>(layout.total_bytes(), 1), 4096);
