@@ -208,8 +208,13 @@ void DeviceRank::quiesce() {
   const ScopedDevice scope(device_);
   abort();
   const auto deadline = Clock::now() + team_->deadline();
-  const std::lock_guard lock(mutex_);
-  for (const auto& [stream, event] : launched_) {
+  std::vector<cudaEvent_t> events;
+  {
+    // Not held while waiting: the proxy thread takes it, and serves other ranks, too.
+    const std::lock_guard lock(mutex_);
+    for (const auto& [stream, event] : launched_) events.push_back(event);
+  }
+  for (cudaEvent_t event : events) {
     while (true) {
       const cudaError_t status = cudaEventQuery(event);
       if (status == cudaSuccess) break;
