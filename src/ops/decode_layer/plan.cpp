@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "penstock/core/error.h"
 
@@ -130,6 +131,10 @@ int rows_per_launch(const DecodeShape& shape, int sms, int smem_limit) {
   }
   make_plan(shape, sms, smem_limit, 1);
   return 1;
+}
+
+float rope_frequency(double theta, int pair) {
+  return 1.0F / std::pow(static_cast<float>(theta), static_cast<float>(2 * pair) / kRope);
 }
 
 WeightLayout weight_layout(const DecodeShape& shape) {

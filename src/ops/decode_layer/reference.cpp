@@ -64,7 +64,8 @@ std::vector<float> norm(std::span<const float> x, const TensorView& gain, float 
 // Rotates the pairs (2i, 2i + 1) of 64 values in place.
 void rotate(std::span<float> v, int position, double theta) {
   for (std::size_t i = 0; i < kRope / 2; ++i) {
-    const double angle = position * std::pow(theta, -2.0 * static_cast<double>(i) / kRope);
+    const double angle = static_cast<double>(static_cast<float>(position) *
+                                             rope_frequency(theta, static_cast<int>(i)));
     const double c = std::cos(angle);
     const double s = std::sin(angle);
     const double a = static_cast<double>(v[2 * i]);

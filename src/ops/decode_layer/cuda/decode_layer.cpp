@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "core/cuda/check.h"
@@ -94,7 +93,7 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   a.eps_latent = shape.eps_latent;
   a.routed_scale = shape.routed_scale;
   for (int i = 0; i < kRope / 2; ++i) {
-    a.inverse_frequency[i] = std::pow(shape.rope_theta, -2.0 * i / kRope);
+    a.frequency[i] = rope_frequency(shape.rope_theta, i);
   }
   const double deadline = options.deadline_s > 0 ? options.deadline_s : Env::deadline_s();
   a.deadline_ns = static_cast<std::uint64_t>(deadline * 1e9);

@@ -1685,9 +1685,10 @@ struct Machine {
       const int s = tid / (kRope / 2);
       const int i = tid % (kRope / 2);
       if (s < p.rows) {
-        // The angle is reduced in f64: at position 1e6 an f32 angle is off by 0.03.
-        const double angle = static_cast<double>(a.positions[s]) * a.inverse_frequency[i];
-        const double turns = angle * 0.15915494309189533577;
+        // The angle is an f32 product by definition (rope_frequency); it is reduced exactly, in
+        // f64.
+        const float angle = __fmul_rn(static_cast<float>(a.positions[s]), a.frequency[i]);
+        const double turns = static_cast<double>(angle) * 0.15915494309189533577;
         float sine;
         float cosine;
         sincospif(static_cast<float>((turns - rint(turns)) * 2.0), &sine, &cosine);

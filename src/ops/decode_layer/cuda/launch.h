@@ -61,13 +61,13 @@ struct DecodeArguments {
   bool norm_topk;
   float eps, eps_latent, routed_scale;
   int layers;
-  int row_begin;                  // of this launch within the step's pick offsets
-  const LayerArguments* layer;    // [layers]
-  const std::uint16_t* x_in;      // [rows, hidden] bf16
-  std::uint16_t* x_out;           // [rows, hidden] bf16; may equal x_in
-  const std::int32_t* positions;  // [rows]
-  const std::int64_t* slots;      // [rows], -1: padding
-  double inverse_frequency[kRope / 2];
+  int row_begin;                   // of this launch within the step's pick offsets
+  const LayerArguments* layer;     // [layers]
+  const std::uint16_t* x_in;       // [rows, hidden] bf16
+  std::uint16_t* x_out;            // [rows, hidden] bf16; may equal x_in
+  const std::int32_t* positions;   // [rows]
+  const std::int64_t* slots;       // [rows], -1: padding
+  float frequency[kRope / 2];      // rope_frequency()
   std::uint8_t* boxes;             // 2 * box_packets * 16 B, zero before the first launch
   std::uint8_t* window;            // 2 * win_packets * 16 B, zero before the first launch
   std::uint8_t* peers[kMaxRanks];  // windows of all ranks as this GPU reaches them

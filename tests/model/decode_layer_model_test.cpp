@@ -1,0 +1,165 @@
+// decode_layer's CPU operator against the model's oracle on a trained checkpoint: decode steps of
+// tiny-glm's MoE layers, with the oracle's own residual stream, cache and picks as inputs. What
+// differs is the operator's bf16 roundings.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "penstock/model/checkpoint.h"
+#include "penstock/model/reference.h"
+#include "penstock/model/safetensors.h"
+#include "penstock/numerics/formats.h"
+#include "penstock/ops/decode_layer/reference.h"
+
+namespace penstock {
+namespace {
+
+constexpr int kTokens = 300;  // more than the indexer's 128 picks
+constexpr int kRows = 4;      // the last positions, as rows of one step
+// Measured 3.2e-3 to 5.1e-3: about ten bf16 roundings of 1.1e-3 each in a row (reference.h), which
+// the oracle does not do.
+constexpr double kTolerance = 7e-3;
+
+decode::Fp8Matrix matrix(const Checkpoint& checkpoint, const std::string& name) {
+  const Weight w = checkpoint.weight(name);
+  return {w.data, w.scale};
+}
+
+decode::LayerTensors layer_tensors(const Checkpoint& checkpoint, int layer, int experts) {
+  const std::string at = "model.layers." + std::to_string(layer) + ".";
+  decode::LayerTensors t;
+  t.q_a = matrix(checkpoint, at + "self_attn.q_a_proj");
+  t.kv_a = matrix(checkpoint, at + "self_attn.kv_a_proj_with_mqa");
+  t.q_b = matrix(checkpoint, at + "self_attn.q_b_proj");
+  t.kv_b = matrix(checkpoint, at + "self_attn.kv_b_proj");
+  t.o = matrix(checkpoint, at + "self_attn.o_proj");
+  t.norm_input = checkpoint.tensor(at + "input_layernorm.weight");
+  t.norm_q = checkpoint.tensor(at + "self_attn.q_a_layernorm.weight");
+  t.norm_kv = checkpoint.tensor(at + "self_attn.kv_a_layernorm.weight");
+  t.norm_post = checkpoint.tensor(at + "post_attention_layernorm.weight");
+  t.router = checkpoint.tensor(at + "mlp.gate.weight");
+  t.bias = checkpoint.tensor(at + "mlp.gate.e_score_correction_bias");
+  for (int e = 0; e < experts; ++e) {
+    const std::string expert = at + "mlp.experts." + std::to_string(e) + ".";
+    t.gate.push_back(matrix(checkpoint, expert + "gate_proj"));
+    t.up.push_back(matrix(checkpoint, expert + "up_proj"));
+    t.down.push_back(matrix(checkpoint, expert + "down_proj"));
+  }
+  t.shared_gate = matrix(checkpoint, at + "mlp.shared_experts.gate_proj");
+  t.shared_up = matrix(checkpoint, at + "mlp.shared_experts.up_proj");
+  t.shared_down = matrix(checkpoint, at + "mlp.shared_experts.down_proj");
+  return t;
+}
+
+TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
+  const Checkpoint checkpoint(PENSTOCK_TEST_MODELS "/tiny-glm");
+  const ModelConfig& config = checkpoint.config();
+  const SafetensorsFile golden(PENSTOCK_TEST_MODELS "/tiny-glm/golden.safetensors");
+  const auto* document = golden.at("doc.tokens").as<std::int32_t>();
+  const std::vector<std::int32_t> tokens(document, document + kTokens);
+
+  std::map<std::string, std::vector<double>> values;
+  std::map<std::string, std::vector<std::int32_t>> indices;
+  reference::ReferenceOptions options;
+  options.threads = 2;
+  options.capture = [&](std::string_view name, const TensorView& view) {
+    if (view.dtype == DType::kI32) {
+      indices[std::string(name)] = {view.as<std::int32_t>(),
+                                    view.as<std::int32_t>() + view.elements()};
+    } else if (name.ends_with(".out") || name.ends_with("attn.c_kv") ||
+               name.ends_with("attn.k_pe")) {
+      values[std::string(name)] = {view.as<double>(), view.as<double>() + view.elements()};
+    }
+  };
+  reference::ReferenceModel<double>(checkpoint, options).forward(tokens);
+
+  decode::DecodeShape shape;
+  shape.rows = kRows;
+  shape.hidden = static_cast<int>(config.hidden);
+  shape.q_lora = static_cast<int>(config.q_lora);
+  shape.heads = static_cast<int>(config.heads);
+  shape.experts = static_cast<int>(config.experts);
+  shape.top_k = static_cast<int>(config.top_k);
+  shape.intermediate = static_cast<int>(config.expert_intermediate);
+  shape.rope_theta = config.rope_theta;
+  const auto hidden = static_cast<std::size_t>(shape.hidden);
+
+  for (const int layer : {1, 2, 3}) {
+    const std::string at = "layer" + std::to_string(layer) + ".";
+    const auto& x = values.at("layer" + std::to_string(layer - 1) + ".out");
+    const auto& want = values.at(at + "out");
+    const auto& c_kv = values.at(at + "attn.c_kv");
+    const auto& k_pe = values.at(at + "attn.k_pe");
+    const auto& picks = indices.at(at + "index.picks");
+    const std::size_t picks_a_row = picks.size() / kTokens;
+
+    // Cache slot = position; the rows of this step are not there yet.
+    constexpr int kPages = (kTokens + decode::kPageTokens - 1) / decode::kPageTokens;
+    constexpr std::int64_t kStride = decode::kPageTokens * 1152;
+    std::vector<std::uint8_t> cache(static_cast<std::size_t>(kPages * kStride), 0xFF);
+    for (std::size_t t = 0; t < kTokens - kRows; ++t) {
+      for (std::size_t i = 0; i < decode::kKvRow; ++i) {
+        const double v = i < decode::kLatent ? c_kv[t * decode::kLatent + i]
+                                             : k_pe[t * decode::kRope + i - decode::kLatent];
+        const std::uint16_t bits = Bf16::from_float(static_cast<float>(v)).bits;
+        std::memcpy(cache.data() + t * 1152 + i * 2, &bits, 2);
+      }
+    }
+    std::vector<std::int32_t> positions;
+    std::vector<std::int64_t> slots;
+    std::vector<std::int32_t> offsets = {0};
+    std::vector<std::int32_t> picked;
+    std::vector<std::uint16_t> in;
+    for (std::size_t t = kTokens - kRows; t < kTokens; ++t) {
+      positions.push_back(static_cast<std::int32_t>(t));
+      slots.push_back(static_cast<std::int64_t>(t));
+      for (std::size_t i = 0; i < picks_a_row; ++i) {
+        if (picks[t * picks_a_row + i] >= 0) picked.push_back(picks[t * picks_a_row + i]);
+      }
+      offsets.push_back(static_cast<std::int32_t>(picked.size()));
+      for (std::size_t i = 0; i < hidden; ++i) {
+        in.push_back(Bf16::from_float(static_cast<float>(x[t * hidden + i])).bits);
+      }
+    }
+    ASSERT_EQ(picked.size(), kRows * 128U);
+    const decode::LayerTensors tensors = layer_tensors(checkpoint, layer, shape.experts);
+    const auto error_of = [&](const decode::DecodeShape& with) {
+      std::vector<std::uint8_t> own = cache;
+      std::vector<std::uint16_t> out(in.size());
+      decode::run_reference_layer(with, tensors, {positions, slots, offsets, picked},
+                                  {own.data(), kStride, decode::KvFormat::kBf16}, kTokens, in, out);
+      double error = 0;
+      double size = 0;
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        const double w = want[(kTokens - kRows) * hidden + i];
+        const double d = static_cast<double>(Bf16::from_bits(out[i]).to_float()) - w;
+        error += d * d;
+        size += w * w;
+      }
+      return std::sqrt(error / size);
+    };
+    for (const int ranks : {1, 2, 4}) {
+      shape.ranks = ranks;
+      const double error = error_of(shape);
+      EXPECT_LE(error, kTolerance) << "layer " << layer << ", " << ranks << " ranks";
+      RecordProperty("layer" + std::to_string(layer) + "_ranks" + std::to_string(ranks),
+                     std::to_string(error));
+    }
+    // The tolerance tells a slightly different layer apart.
+    decode::DecodeShape wrong = shape;
+    wrong.rope_theta = 2e4;
+    RecordProperty("layer" + std::to_string(layer) + "_theta", std::to_string(error_of(wrong)));
+    EXPECT_GT(error_of(wrong), kTolerance);
+    wrong = shape;
+    wrong.routed_scale = 2.6F;
+    RecordProperty("layer" + std::to_string(layer) + "_scale", std::to_string(error_of(wrong)));
+    EXPECT_GT(error_of(wrong), kTolerance);
+  }
+}
+
+}  // namespace
+}  // namespace penstock
