@@ -1,42 +1,42 @@
 #!/usr/bin/env python3
-"""Compares registers, spills and shared memory of every kernel in built objects with a table.
+"""Compares registers, spills and shared memory of every kernel of the library with a table.
 
-    tools/check_kernel_resources.py --table tests/ops/kernel_resources.txt OBJECT_OR_ARCHIVE ...
-    tools/check_kernel_resources.py --table ... --write OBJECT_OR_ARCHIVE ...
+    tools/check_kernel_resources.py BUILD_FOLDER           compare, exit 1 on any difference
+    tools/check_kernel_resources.py BUILD_FOLDER --write   write the table
 
-One line of the table is one kernel: name, registers, stack bytes (spills live there), static shared bytes. A kernel
-that is not in the table, one that is gone, and a figure that grew fail; a figure that shrank asks for the table to be
-written anew. Without a GPU: the figures are those that ptxas left in the object, read by cuobjdump.
+A regression in a kernel's resources shows without a GPU: the figures are ptxas's own report. Each .cu file of
+penstock_cuda is compiled once more to a cubin with the flags in BUILD_FOLDER/compile_commands.json, so neither
+cuobjdump nor the build's log is needed.
 """
 import argparse
+import concurrent.futures
+import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-FIELDS = ("registers", "stack", "shared")
-USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)\s+SHARED:(\d+)")
-
-
-def find_tool(name: str) -> str:
-    for candidate in (shutil.which(name), f"/usr/local/cuda/bin/{name}"):
-        if candidate and Path(candidate).exists():
-            return candidate
-    sys.exit(f"{name} not found: it comes with the CUDA toolkit's binary utilities; put it on PATH")
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "ops" / "kernel_resources.txt"
+FIELDS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
+Figures = tuple[int, ...]
 
 
 def demangle(names: list[str]) -> list[str]:
     filt = shutil.which("cu++filt") or shutil.which("c++filt")
     if filt is None:
         sys.exit("c++filt not found: install binutils")
-    out = subprocess.run([filt], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return [tidy(line) for line in out.splitlines()]
+    run = subprocess.run([filt], input="\n".join(names), capture_output=True, text=True, check=True)
+    return [tidy(line) for line in run.stdout.splitlines()]
 
 
 def tidy(name: str) -> str:
-    """Drops parameters and the hash that nvcc puts into the names of anonymous namespaces."""
-    name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N__[0-9a-zA-Z_]+::|_NV_ANON_NAMESPACE::", "", name)
+    """Drops parameters, and the hash that nvcc puts into the names of anonymous namespaces."""
+    name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N__[0-9a-zA-Z_]+::", "", name)
     name = re.sub(r"^void ", "", name)
     depth = 0
     for i, c in enumerate(name):
@@ -44,81 +44,106 @@ def tidy(name: str) -> str:
         if c == "(" and depth == 0:
             name = name[:i]
             break
-    name = re.sub(r"\(([\w:]+)\)(\d+)", r"\2", name)  # (Enum)1 -> 1
-    return name.replace(" ", "")
+    return re.sub(r"\([\w: ]+\)(\d+)", r"\1", name).replace(" ", "")
 
 
-def read_objects(paths: list[str]) -> dict[str, tuple[int, ...]]:
-    tool = find_tool("cuobjdump")
-    mangled: list[str] = []
-    figures: list[tuple[int, ...]] = []
-    for path in paths:
-        run = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=False)
-        if run.returncode != 0:
-            sys.exit(f"cuobjdump -res-usage {path} failed: {run.stderr.strip()}")
-        current = None
-        for line in run.stdout.splitlines():
-            if match := re.match(r"\s*Function\s+(\S+?):", line):
-                current = match.group(1)
-            elif (match := USAGE.search(line)) and current is not None:
-                mangled.append(current)
-                figures.append(tuple(int(x) for x in match.groups()))
-                current = None
-    if not mangled:
-        sys.exit(f"no kernels in {', '.join(paths)}: give objects or archives built from .cu files")
-    kernels: dict[str, tuple[int, ...]] = {}
-    for name, figure in zip(demangle(mangled), figures):
-        kernels[name] = tuple(map(max, figure, kernels.get(name, figure)))
-    return kernels
+def report_command(entry: dict, cubin: str) -> list[str]:
+    """The build's command for a file, turned into one that only makes ptxas report."""
+    words = shlex.split(entry["command"]) if "command" in entry else list(entry["arguments"])
+    if Path(words[0]).name == "ccache":
+        words = words[1:]
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in ("-o", "-MF", "-MT"):
+            skip = True
+        elif word not in ("-c", "-MD", "-x", "cu"):
+            kept.append(word)
+    return [*kept, "-Xptxas", "-v", "-cubin", "-o", cubin]
 
 
-def read_table(path: Path) -> dict[str, tuple[int, ...]]:
+def kernels_of(entry: dict) -> list[tuple[str, Figures]]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(report_command(entry, os.path.join(folder, "kernels.cubin")), cwd=entry["directory"],
+                             capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        sys.exit(f"{entry['file']} does not compile to a cubin:\n{run.stderr}")
+    found = []
+    name, stack, spill = "", 0, 0
+    for line in run.stderr.splitlines():
+        if match := re.search(r"Compiling entry function '(\S+)'", line):
+            name, stack, spill = match.group(1), 0, 0
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, spill = int(match.group(1)), int(match.group(2)) + int(match.group(3))
+        elif (match := re.search(r"Used (\d+) registers", line)) and name:
+            shared = re.search(r"(\d+) bytes smem", line)
+            found.append((name, (int(match.group(1)), spill, stack, int(shared.group(1)) if shared else 0)))
+            name = ""
+    return found
+
+
+def read_kernels(build: Path) -> dict[str, Figures]:
+    commands = build / "compile_commands.json"
+    if not commands.exists():
+        sys.exit(f"{commands} is missing: configure {build} with CMake first")
+    entries = [e for e in json.loads(commands.read_text())
+               if e["file"].endswith(".cu") and "penstock_cuda.dir" in e.get("output", e.get("command", ""))]
+    if not entries:
+        sys.exit(f"{build} builds no .cu file of penstock_cuda: configure it with -DPENSTOCK_CUDA=ON")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = [kernel for kernels in pool.map(kernels_of, entries) for kernel in kernels]
+    return dict(zip(demangle([name for name, _ in found]), [figures for _, figures in found]))
+
+
+def read_table() -> dict[str, Figures]:
     table = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(TABLE.read_text().splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         words = line.split()
         if len(words) != 1 + len(FIELDS):
-            sys.exit(f"{path}:{number}: expected a name and {len(FIELDS)} numbers, found '{line}'")
+            sys.exit(f"{TABLE}:{number}: expected a name and {len(FIELDS)} numbers, found '{line}'")
         table[words[0]] = tuple(int(w) for w in words[1:])
     return table
 
 
-def write_table(path: Path, kernels: dict[str, tuple[int, ...]]) -> None:
-    lines = ["# Kernel, registers a thread at launch, stack bytes a thread, static shared bytes a block.",
-             "# Written by tools/check_kernel_resources.py --write; a figure that grows fails CI."]
+def write_table(kernels: dict[str, Figures]) -> None:
     width = max(map(len, kernels))
-    lines += [f"{name:{width}} {r:4} {s:4} {m:6}" for name, (r, s, m) in sorted(kernels.items())]
-    path.write_text("\n".join(lines) + "\n")
+    lines = ["# Kernel: registers a thread at launch, bytes spilled a thread (stores + loads in the code), stack bytes a",
+             "# thread, static shared bytes a block. Written by tools/check_kernel_resources.py --write."]
+    lines += [f"{name:{width}} {r:4} {sp:5} {st:5} {sh:7}" for name, (r, sp, st, sh) in sorted(kernels.items())]
+    TABLE.write_text("\n".join(lines) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--write", action="store_true", help="write the table instead of comparing")
-    parser.add_argument("objects", nargs="+")
+    parser.add_argument("build", type=Path)
+    parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    kernels = read_objects(arguments.objects)
+    kernels = read_kernels(arguments.build)
     if arguments.write:
-        write_table(arguments.table, kernels)
-        print(f"{arguments.table}: {len(kernels)} kernels")
+        write_table(kernels)
+        print(f"{TABLE}: {len(kernels)} kernels")
         return 0
-    table = read_table(arguments.table)
+    table = read_table()
     faults = []
     for name in sorted(table.keys() | kernels.keys()):
         if name not in table:
-            faults.append(f"{name}: not in the table ({dict(zip(FIELDS, kernels[name]))})")
+            faults.append(f"{name}: not in the table; it has {dict(zip(FIELDS, kernels[name]))}")
         elif name not in kernels:
-            faults.append(f"{name}: in the table but in none of the objects")
+            faults.append(f"{name}: in the table but not in the library")
         else:
             for field, want, got in zip(FIELDS, table[name], kernels[name]):
-                if got > want:
-                    faults.append(f"{name}: {field} grew from {want} to {got}")
-                elif got < want:
-                    faults.append(f"{name}: {field} shrank from {want} to {got}: write the table anew")
+                if got != want:
+                    verb = "grew" if got > want else "shrank"
+                    faults.append(f"{name}: {field} {verb} from {want} to {got}")
     for fault in faults:
         print(fault)
-    print(f"{len(kernels)} kernels, {len(faults)} differ from {arguments.table}")
+    if faults:
+        print(f"If that is meant: tools/check_kernel_resources.py {arguments.build} --write")
+    print(f"{len(kernels)} kernels, {len(faults)} differences from {TABLE.relative_to(ROOT)}")
     return 1 if faults else 0
 
 
