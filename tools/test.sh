@@ -8,6 +8,8 @@ logs=build/logs
 mkdir -p "$logs"
 if command -v ccache >/dev/null; then
   export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache
+  # Clones in different folders share results.
+  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
 fi
 if ! command -v nvcc >/dev/null && [ -x /usr/local/cuda/bin/nvcc ]; then
   export PATH="/usr/local/cuda/bin:$PATH"
