@@ -27,16 +27,18 @@ class EngineRanks : public testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, EngineRanks, testing::Values(1, 2, 4, 8));
 
 TEST_P(EngineRanks, GreedyRunsEqualTokenForToken) {
-  constexpr std::size_t kSteps = 160;
+  constexpr std::size_t kGenerated = 160;
+  constexpr std::size_t kSteps = kSanitized ? 20 : kGenerated;
   constexpr std::size_t kLogitSteps = 32;
   Engine engine(tiny(), options());
   for (int run = 0; run < (kSanitized ? 1 : 4); ++run) {
     const std::string name = "greedy." + std::to_string(run);
-    const Tokens want = golden_tokens(name + ".tokens");
+    Tokens want = golden_tokens(name + ".tokens");
+    want.resize(want.size() - kGenerated + kSteps);
     const float* want_logits = golden().at(name + ".logits").as<float>();
     const auto vocab = static_cast<std::size_t>(engine.config().vocab);
     const SequenceId sequence = engine.create_sequence();
-    Tokens got(want.begin(), want.end() - kSteps);
+    Tokens got(want.begin(), want.end() - static_cast<std::ptrdiff_t>(kSteps));
     StepResult result = engine.step({{sequence, got}});
     for (std::size_t step = 0; step < kSteps; ++step) {
       if (step < kLogitSteps) {
@@ -63,7 +65,7 @@ TEST_P(EngineRanks, DocumentMatchesLayerByLayer) {
   EngineOptions given = options();
   given.max_rows = 100;
   Engine engine(tiny(), given);
-  const Tokens tokens = document(kSanitized ? 200 : 1500);
+  const Tokens tokens = document(kSanitized ? 130 : 1500);
   Seen seen;
   engine.set_capture([&](const Capture& capture) {
     const std::pair key(std::string(capture.stage), capture.layer);
@@ -93,7 +95,7 @@ TEST_P(EngineRanks, DocumentMatchesLayerByLayer) {
           << "layer " << layer << " at " << position;
     }
   }
-  EXPECT_GE(compared, kSanitized ? 2U : 16U);
+  EXPECT_GE(compared, kSanitized ? 7U : 16U);
 
   // Router choices of every position: the golden logits' best four with the bias added in f32.
   const auto experts = static_cast<std::size_t>(engine.config().experts);
