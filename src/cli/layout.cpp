@@ -6,6 +6,7 @@
 #include "cli/command.h"
 #include "penstock/core/digest.h"
 #include "penstock/fabric/all_reduce.h"
+#include "penstock/ops/moe_stage2/layout.h"
 
 namespace penstock::cli {
 namespace {
@@ -32,6 +33,40 @@ int run(const Command& command, const Layout& layout) {
   return kExitOk;
 }
 
+// GLM-5 on eight ranks unless told otherwise.
+void add_moe_stage2(CLI::App& parent, Command& command) {
+  struct Choice {
+    moe_stage2::Shape shape;
+    bool fp8 = true;
+    bool direct = false;
+  };
+  CLI::App* sub = parent.add_subcommand("moe-stage2", "Down projection and combine of the experts");
+  const auto choice = std::make_shared<Choice>();
+  moe_stage2::Shape& shape = choice->shape;
+  shape.ranks = 8;
+  shape.experts = 256;
+  shape.top_k = 8;
+  shape.hidden = 6144;
+  shape.intermediate = 2048;
+  shape.max_tokens_per_rank = 4096;
+  sub->add_option("--ranks", shape.ranks, "Ranks of the team")->capture_default_str();
+  sub->add_option("--experts", shape.experts, "Routed experts of all ranks")->capture_default_str();
+  sub->add_option("--top-k", shape.top_k, "Experts of a token")->capture_default_str();
+  sub->add_option("--hidden", shape.hidden, "Columns of a row")->capture_default_str();
+  sub->add_option("--intermediate", shape.intermediate, "Depth of the product")
+      ->capture_default_str();
+  sub->add_option("--tokens", shape.max_tokens_per_rank, "Most tokens of a rank")
+      ->capture_default_str();
+  sub->add_option("--row-slack", shape.row_slack, "Reservation of a pair over the even share")
+      ->capture_default_str();
+  sub->add_flag("--fp8,!--bf16", choice->fp8, "Wire format of the rows (fp8)");
+  sub->add_flag("--direct", choice->direct, "Rows go to the peer without a send region");
+  bind(*sub, command, [&command, choice] {
+    choice->shape.wire = choice->fp8 ? moe_stage2::WireFormat::kFp8 : moe_stage2::WireFormat::kBf16;
+    return run(command, moe_stage2::window_layout(choice->shape, !choice->direct));
+  });
+}
+
 }  // namespace
 
 void add_layout(CLI::App& app, Command& command) {
@@ -48,6 +83,7 @@ void add_layout(CLI::App& app, Command& command) {
       ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{1} << 32))
       ->capture_default_str();
   bind(*all_reduce, command, [&command, shape] { return run(command, all_reduce_layout(*shape)); });
+  add_moe_stage2(*sub, command);
 }
 
 }  // namespace penstock::cli

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <random>
+#include <string>
+
+#include "penstock/core/error.h"
 
 namespace penstock::moe_stage2 {
 namespace {
@@ -174,6 +177,14 @@ const PlanOutputs& HostPlan::plan(const SourceRows& rows) {
   in.top_k = shape_.top_k;
   in.reserved = reserved_rows(shape_);
   in.tile_capacity = capacity_;
+  return plan(in);
+}
+
+const PlanOutputs& HostPlan::plan(const PlanInputs& in) {
+  require(in.tile_capacity <= capacity_, ErrorKind::kInvalidArgument, [&] {
+    return "moe_stage2: " + std::to_string(in.tile_capacity) + " tiles; the plan's memory holds " +
+           std::to_string(capacity_);
+  });
   *outputs_.fault = kPlanWhole;
   plan_on_host(in, outputs_);
   return outputs_;

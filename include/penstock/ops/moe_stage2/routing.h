@@ -55,6 +55,8 @@ class HostPlan {
   HostPlan(const Shape& shape, std::int64_t tile_capacity);
   // Plans `rows` of a rank; the result stays valid until the next call.
   const PlanOutputs& plan(const SourceRows& rows);
+  // The same from any inputs; in.tile_capacity must not exceed the constructor's.
+  const PlanOutputs& plan(const PlanInputs& in);
   const PlanOutputs& outputs() const { return outputs_; }
 
  private:
