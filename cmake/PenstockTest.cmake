@@ -2,6 +2,9 @@
 # RapidCheck is linked everywhere (rapidcheck::gtest). The model folder reaches tests as PENSTOCK_TEST_MODELS.
 include(GoogleTest)
 
+file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/test_paths.h" CONTENT
+     "#define PENSTOCK_TEST_MODELS \"${PROJECT_SOURCE_DIR}/models\"\n#define PENSTOCK_TEST_BINARY_DIR \"${PROJECT_BINARY_DIR}\"\n")
+
 function(penstock_add_test name)
   cmake_parse_arguments(arg "" "TIMEOUT" "SOURCES;LIBS;LABELS" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
@@ -9,8 +12,8 @@ function(penstock_add_test name)
     ${name} PRIVATE penstock_core penstock_warnings GTest::gtest_main ${arg_LIBS} rapidcheck
                     fmt::fmt-header-only nlohmann_json::nlohmann_json)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/tests")
-  target_compile_definitions(${name} PRIVATE PENSTOCK_TEST_MODELS="${PROJECT_SOURCE_DIR}/models"
-                                             PENSTOCK_TEST_BINARY_DIR="${PROJECT_BINARY_DIR}")
+  # By a header, not by -D: a path on the command line would keep ccache from sharing objects between folders.
+  target_compile_options(${name} PRIVATE "SHELL:-include ${PROJECT_BINARY_DIR}/test_paths.h")
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 120)
   endif()

@@ -57,6 +57,26 @@ TEST(ThreadPoolTest, RethrowsAndStaysUsable) {
   EXPECT_EQ(sum.load(), 4);
 }
 
+TEST(ThreadPoolTest, PartsAreNotBoundToThreads) {
+  // One part holds its thread; the other seven must be finished by the rest.
+  ThreadPool pool(8);
+  std::atomic<int> finished{0};
+  std::atomic<bool> held{false};
+  pool.run([&](int part) {
+    if (part == 0) {
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (finished.load() != 7 && std::chrono::steady_clock::now() < end) {
+        std::this_thread::yield();
+      }
+      held.store(finished.load() == 7);
+      return;
+    }
+    finished.fetch_add(1);
+  });
+  EXPECT_TRUE(held.load()) << "parts were bound to threads";
+  EXPECT_EQ(finished.load(), 7);
+}
+
 TEST(ThreadPoolTest, RefusesNoThreads) { EXPECT_THROW(ThreadPool(0), Error); }
 
 }  // namespace
