@@ -18,7 +18,7 @@ void check(cublasStatus_t status, const char* call) {
 
 }  // namespace
 
-struct BlockScaledGemm::Impl {
+struct DenseGemm::Impl {
   void* library = nullptr;
   cublasLtHandle_t handle = nullptr;
   cublasLtMatmulDesc_t operation = nullptr;
@@ -38,9 +38,11 @@ struct BlockScaledGemm::Impl {
   }
 };
 
-BlockScaledGemm::BlockScaledGemm(const std::string& path, std::int64_t m, std::int64_t n,
-                                 std::int64_t k)
-    : impl_(std::make_unique<Impl>()) {
+DenseGemm::DenseGemm(const std::string& path, std::int64_t m, std::int64_t n, std::int64_t k,
+                     DenseFormat format)
+    : impl_(std::make_unique<Impl>()), format_(format) {
+  const bool scaled = format == DenseFormat::kBlockScaledFp8;
+  const cudaDataType_t type = scaled ? CUDA_R_8F_E4M3 : CUDA_R_16BF;
   Impl& i = *impl_;
   const std::string name = path.empty() ? "libcublasLt.so.13" : path;
   i.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -56,24 +58,26 @@ BlockScaledGemm::BlockScaledGemm(const std::string& path, std::int64_t m, std::i
   };
   set_value(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set_value(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-  set_value(CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
-            static_cast<std::int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F));
-  set_value(CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
-            static_cast<std::int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F));
+  if (scaled) {
+    set_value(CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+              static_cast<std::int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F));
+    set_value(CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
+              static_cast<std::int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F));
+  }
   auto* layout = i.find<decltype(cublasLtMatrixLayoutCreate)>("cublasLtMatrixLayoutCreate");
   const auto rows_k = static_cast<std::uint64_t>(k);
-  check(layout(&i.layout_a, CUDA_R_8F_E4M3, rows_k, static_cast<std::uint64_t>(n), k),
-        "layout of b");
-  check(layout(&i.layout_b, CUDA_R_8F_E4M3, rows_k, static_cast<std::uint64_t>(m), k),
-        "layout of a");
+  check(layout(&i.layout_a, type, rows_k, static_cast<std::uint64_t>(n), k), "layout of b");
+  check(layout(&i.layout_b, type, rows_k, static_cast<std::uint64_t>(m), k), "layout of a");
   check(layout(&i.layout_d, CUDA_R_16BF, static_cast<std::uint64_t>(n),
                static_cast<std::uint64_t>(m), n),
         "layout of d");
   PENSTOCK_CUDA_CHECK(cudaMalloc(&i.workspace, i.workspace_bytes));
   // The heuristic looks at the scale pointers' alignment: it wants some before it answers.
   const void* aligned = i.workspace;
-  set_value(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, aligned);
-  set_value(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, aligned);
+  if (scaled) {
+    set_value(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, aligned);
+    set_value(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, aligned);
+  }
   cublasLtMatmulPreference_t preference = nullptr;
   check(i.find<decltype(cublasLtMatmulPreferenceCreate)>("cublasLtMatmulPreferenceCreate")(
             &preference),
@@ -90,30 +94,32 @@ BlockScaledGemm::BlockScaledGemm(const std::string& path, std::int64_t m, std::i
                                         i.layout_d, preference, 1, &result, &found);
   i.find<decltype(cublasLtMatmulPreferenceDestroy)>("cublasLtMatmulPreferenceDestroy")(preference);
   require(status == CUBLAS_STATUS_SUCCESS && found > 0, ErrorKind::kUnsupported, [&] {
-    return fmt::format("cuBLASLt {} has no block-scaled FP8 algorithm for {} x {} x {} (status {})",
-                       version(), m, n, k, static_cast<int>(status));
+    return fmt::format("cuBLASLt {} has no {} algorithm for {} x {} x {} (status {})", version(),
+                       scaled ? "block-scaled FP8" : "bf16", m, n, k, static_cast<int>(status));
   });
   i.algorithm = result.algo;
 }
 
-BlockScaledGemm::~BlockScaledGemm() {
+DenseGemm::~DenseGemm() {
   Impl& i = *impl_;
   cudaFree(i.workspace);
   // The library stays open: its handle owns device state that the process may still use.
 }
 
-std::string BlockScaledGemm::version() const {
+std::string DenseGemm::version() const {
   return std::to_string(impl_->find<decltype(cublasLtGetVersion)>("cublasLtGetVersion")());
 }
 
-void BlockScaledGemm::run(const void* a, const float* a_scales, const void* b,
-                          const float* b_scales, void* d, cudaStream_t stream) {
+void DenseGemm::run(const void* a, const float* a_scales, const void* b, const float* b_scales,
+                    void* d, cudaStream_t stream) {
   Impl& i = *impl_;
   auto* set = i.find<decltype(cublasLtMatmulDescSetAttribute)>("cublasLtMatmulDescSetAttribute");
-  check(set(i.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b_scales, sizeof(b_scales)),
-        "b scales");
-  check(set(i.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a_scales, sizeof(a_scales)),
-        "a scales");
+  if (format_ == DenseFormat::kBlockScaledFp8) {
+    check(set(i.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b_scales, sizeof(b_scales)),
+          "b scales");
+    check(set(i.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a_scales, sizeof(a_scales)),
+          "a scales");
+  }
   const float one = 1.0f;
   const float zero = 0.0f;
   check(i.find<decltype(cublasLtMatmul)>("cublasLtMatmul")(

@@ -18,7 +18,8 @@ namespace penstock::a2a_gemm {
 enum class ChunkOrder : std::uint8_t {
   kRotation,  // own first, then the next ranks: same bits every time
   kArrival,   // own first, then whichever is there: f32 sums depend on timing, so two runs may
-              // differ in the last bit
+              // differ in the last bit. cpu only: the GEMM's clusters share W, so they need one
+              // order
 };
 
 enum class Fuse : std::uint8_t {

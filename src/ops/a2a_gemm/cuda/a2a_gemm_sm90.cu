@@ -34,7 +34,10 @@ constexpr std::uint32_t kWBytes = kTileColumns * kStepBytes;
 constexpr std::uint32_t kWHalfBytes = kWBytes / kClusterCtas;
 constexpr std::uint32_t kScaleBytes = kTileRows * sizeof(float);
 constexpr std::uint32_t kStagingBytes = 16 * 256;  // of one warp: 16 rows x 128 bf16
-constexpr int kSeenWords = 32;                     // one bit an arrival word
+constexpr int kConsumerThreads = 256;
+constexpr std::uint32_t kTurnBarrier = 1;  // and the next
+constexpr int kTurnSplit = 1;
+constexpr int kSeenWords = 32;  // one bit an arrival word
 
 constexpr std::uint32_t kAOffset = 0;
 constexpr std::uint32_t kWOffset = kAOffset + kStages * kABytes;
@@ -46,17 +49,12 @@ constexpr std::uint32_t kSeenOffset = kEmptyOffset + kStages * 8;
 constexpr std::uint32_t kSharedBytes = kSeenOffset + kSeenWords * 4;
 static_assert(kSharedBytes <= 232448, "more shared memory than a block of sm_90 can have");
 
-// One stage position of the ring and the parity of its current use.
-struct RingPosition {
-  std::uint32_t stage = 0;
-  std::uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+// A tile uses the stages from 0 on, so that a stage's addresses and descriptors are constants in
+// the unrolled loops; where its steps are no multiple of kStages, the last stages of a round are
+// left out. Bit s is the parity of stage s.
+__device__ __forceinline__ std::uint32_t parity_of(std::uint32_t parities, int stage) {
+  return (parities >> stage) & 1u;
+}
 
 // The cluster tiles of this CTA: first, first + step, ... below total.
 struct Walk {
@@ -72,6 +70,14 @@ struct Walk {
         first(static_cast<int>(blockIdx.x) / kClusterCtas),
         step(static_cast<int>(gridDim.x) / kClusterCtas),
         total(grid.tiles()) {}
+
+  // tile_place() whose divisors the compiler cannot see to be the same for every tile: it would
+  // keep their reciprocals in registers through all of K, which the FP8 consumers do not have.
+  __device__ __forceinline__ TilePlace place(int linear) const {
+    TileGrid opaque = grid;
+    asm volatile("" : "+r"(opaque.band), "+r"(opaque.columns), "+r"(opaque.cluster_rows));
+    return tile_place(opaque, linear);
+  }
 };
 
 // ---- the gate
@@ -83,11 +89,6 @@ class Gate {
  public:
   __device__ Gate(const GemmArgs& args, std::uint32_t* seen) : args_(args), seen_(seen) {
     for (int i = 0; i < kSeenWords; ++i) seen_[i] = 0;
-  }
-
-  __device__ bool is_open(int source, int block) const {
-    return failed_ || known(source, block) ||
-           epoch_reached(device::load_relaxed<Scope::kSystem>(word(source, block)), *args_.epoch);
   }
 
   // Returns when the piece may be read through the copy engine of the SM. After a failed wait no
@@ -130,28 +131,16 @@ __device__ __forceinline__ void copy_operands(const GemmArgs& args, const GemmMa
   const Walk walk(args);
   const bool gated = args.arrived != nullptr;
   Gate gate(args, seen);
-  RingPosition ring;
+  std::uint32_t parities = (1u << kStages) - 1;  // a fresh barrier passes this wait
   for (int linear = walk.first; linear < walk.total; linear += walk.step) {
-    const TilePlace place = tile_place(walk.grid, linear);
+    const TilePlace place = walk.place(linear);
     const int row = place.cluster_row * kClusterRows + walk.cta_rank * kTileRows;
     const int rows_left = args.rows - row;
-    // Steps of the rotation that are still to do; without arrival_order the lowest is next.
-    std::uint32_t left = (1u << args.ranks) - 1;
+    const int block = place.cluster_row * kClusterRows / args.row_block_rows;
+    int stage = 0;
+    // Both CTAs of a cluster go through the chunks in this one order: each brings half of W.
 #pragma unroll 1
-    for (int n = 0; n < args.ranks; ++n) {
-      const int block = place.cluster_row * kClusterRows / args.row_block_rows;
-      int s = __ffs(static_cast<int>(left)) - 1;
-      if (gated && args.arrival_order && n > 0) {
-#pragma unroll 1
-        for (int other = s; other < args.ranks; ++other) {
-          if ((left >> other & 1u) != 0 &&
-              gate.is_open(source_of_step(args.rank, other, args.ranks), block)) {
-            s = other;
-            break;
-          }
-        }
-      }
-      left &= ~(1u << s);
+    for (int s = 0; s < args.ranks; ++s) {
       const int source = source_of_step(args.rank, s, args.ranks);
       const bool local = source == args.rank;
       if (gated && !local && rows_left > 0) gate.pass(source, block, s);
@@ -170,35 +159,43 @@ __device__ __forceinline__ void copy_operands(const GemmArgs& args, const GemmMa
       }
 #pragma unroll 1
       for (int kb = 0; kb < args.steps; ++kb) {
-        const std::uint32_t full = shared + kFullOffset + ring.stage * 8;
-        barrier_wait(shared + kEmptyOffset + ring.stage * 8, ring.parity ^ 1);
+        const std::uint32_t full = shared + kFullOffset + stage * 8;
+        barrier_wait(shared + kEmptyOffset + stage * 8, parity_of(parities, stage));
         barrier_arrive_expect(full, kABytes + kWBytes + scale_bytes);
-        load_tensor_2d(shared + kAOffset + ring.stage * kABytes, a_map, full, kb * kStepBytes,
-                       a_row);
-        load_tensor_2d_multicast(
-            shared + kWOffset + ring.stage * kWBytes + walk.cta_rank * kWHalfBytes, &maps.w, full,
-            kb * kStepBytes, w_row, kBoth);
+        load_tensor_2d(shared + kAOffset + stage * kABytes, a_map, full, kb * kStepBytes, a_row);
+        load_tensor_2d_multicast(shared + kWOffset + stage * kWBytes + walk.cta_rank * kWHalfBytes,
+                                 &maps.w, full, kb * kStepBytes, w_row, kBoth);
         if constexpr (kFormat == Format::kFp8) {
           if (scale_bytes != 0) {
-            load_bulk(shared + kScaleOffset + ring.stage * kScaleBytes, scales, scale_bytes, full);
+            load_bulk(shared + kScaleOffset + stage * kScaleBytes, scales, scale_bytes, full);
             scales += local ? args.local_scale_stride : args.scale_stride;
           }
         }
-        ring.advance();
+        parities ^= 1u << stage;
+        stage = stage + 1 == kStages ? 0 : stage + 1;
       }
     }
   }
 }
 
-// Hands a stage back to both CTAs' copiers: W of the stage came from both.
-__device__ __forceinline__ void release(std::uint32_t shared, std::uint32_t stage, int cta_rank) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    const std::uint32_t empty = shared + kEmptyOffset + stage * 8;
-    barrier_arrive(empty);
-    barrier_arrive_remote(map_to_cta(empty, static_cast<std::uint32_t>(cta_rank ^ 1)));
+// Hands stages back to both CTAs' copiers: W of a stage came from both.
+class Release {
+ public:
+  __device__ Release(std::uint32_t shared, int cta_rank)
+      : own_(shared + kEmptyOffset),
+        other_(map_to_cta(own_, static_cast<std::uint32_t>(cta_rank ^ 1))) {}
+  __device__ void operator()(int stage) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(own_ + stage * 8);
+      barrier_arrive_remote(other_ + stage * 8);
+    }
   }
-}
+
+ private:
+  std::uint32_t own_;
+  std::uint32_t other_;
+};
 
 // Writes 16 rows x 128 columns of one warp as bf16: rows [row, row + 16), columns [column, column +
 // 128), what lies outside the result left out. value[4 j + 2 h + i] is element (lane / 4 + 8 h, 8 j
@@ -206,7 +203,9 @@ __device__ __forceinline__ void release(std::uint32_t shared, std::uint32_t stag
 template <int kFirst, int kCount>
 __device__ __forceinline__ void write_rows(const float (&value)[kCount], std::uint32_t staging,
                                            const GemmArgs& args, int row, int column) {
-  const int lane = threadIdx.x % 32;
+  // Opaque, like Walk::place(): addresses made of it must not live through all of K.
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
   // stmatrix: lanes 0-7 address rows 0-7, 8-15 rows 8-15 of column group j, 16-31 the same of j
   // + 1.
   const int matrix_row = lane % 16;
@@ -234,63 +233,84 @@ __device__ __forceinline__ void write_rows(const float (&value)[kCount], std::ui
   __syncwarp();
 }
 
+// Rows 64 * kGroup of the tile and on. A warpgroup's number is a template parameter: descriptors
+// and barriers are then uniform constants.
+template <int kGroup>
 __device__ __forceinline__ void multiply_bf16(const GemmArgs& args, std::uint32_t shared) {
   const Walk walk(args);
-  const int warp = threadIdx.x / 32 - 4;  // 0 to 7
-  const int group = warp / 4;             // consumer warpgroup: rows 64 * group of the tile
-  const std::uint32_t staging = shared + kStagingOffset + warp * kStagingBytes;
+  const Release release(shared, walk.cta_rank);
+  const int warp = threadIdx.x / 32 % 4;
+  const std::uint32_t staging = shared + kStagingOffset + (kGroup * 4 + warp) * kStagingBytes;
+  const std::uint32_t a_descriptor =
+      descriptor_k_major_128b(shared + kAOffset + kGroup * (kABytes / 2));
+  const std::uint32_t w_descriptor = descriptor_k_major_128b(shared + kWOffset);
   const int total_steps = args.ranks * args.steps;
-  RingPosition ring;
+  std::uint32_t parities = 0;
   float sum[128];
   for (int linear = walk.first; linear < walk.total; linear += walk.step) {
-    std::uint32_t previous = 0;
-    for (int kb = 0; kb < total_steps; ++kb) {
-      barrier_wait(shared + kFullOffset + ring.stage * 8, ring.parity);
-      const std::uint32_t a =
-          descriptor_k_major_128b(shared + kAOffset + ring.stage * kABytes + group * (kABytes / 2));
-      const std::uint32_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes);
+    for (int round = 0; round < total_steps; round += kStages) {
 #pragma unroll
-      for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
-      mma_fence();
+      for (int stage = 0; stage < kStages; ++stage) {
+        const int step = round + stage;
+        if (step >= total_steps) break;
+        barrier_wait(shared + kFullOffset + stage * 8, parity_of(parities, stage));
+        parities ^= 1u << stage;
 #pragma unroll
-      for (int k = 0; k < kStepBytes / 32; ++k) {
-        mma_m64n256k16_bf16(sum, a + 2 * k, w + 2 * k, kb != 0 || k != 0);
+        for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < kStepBytes / 32; ++k) {
+          mma_m64n256k16_bf16(sum, a_descriptor + stage * (kABytes >> 4) + 2 * k,
+                              w_descriptor + stage * (kWBytes >> 4) + 2 * k, step != 0 || k != 0);
+        }
+        mma_commit();
+#pragma unroll
+        for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
+        // The step before this one is done: its stage can be filled while this one runs.
+        mma_wait<1>();
+        if (step > 0) release((stage + kStages - 1) % kStages);
       }
-      mma_commit();
-#pragma unroll
-      for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
-      // The step before this one is done: its stage can be filled while this one runs.
-      mma_wait<1>();
-      if (kb > 0) release(shared, previous, walk.cta_rank);
-      previous = ring.stage;
-      ring.advance();
     }
     mma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 128; ++i) mma_pin(sum[i]);
-    release(shared, previous, walk.cta_rank);
+    release((total_steps - 1) % kStages);
 
-    const TilePlace place = tile_place(walk.grid, linear);
+    const TilePlace place = walk.place(linear);
     const int row =
-        place.cluster_row * kClusterRows + walk.cta_rank * kTileRows + group * 64 + (warp % 4) * 16;
+        place.cluster_row * kClusterRows + walk.cta_rank * kTileRows + kGroup * 64 + warp * 16;
     const int column = place.column * kTileColumns;
     write_rows<0>(sum, staging, args, row, column);
     write_rows<64>(sum, staging, args, row, column + 128);
   }
 }
 
-__device__ __forceinline__ void multiply_wave(float (&d)[64], std::uint32_t a, std::uint32_t w) {
+// Starts one wave: its first kTurnSplit instructions are a group of their own, which can be waited
+// for.
+__device__ __forceinline__ void start_wave(float (&d)[64], std::uint32_t a, std::uint32_t w) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
   mma_fence();
 #pragma unroll
   for (int k = 0; k < kStepBytes / 32; ++k) {
     mma_m64n128k32_e4m3(d, a + 2 * k, w + 2 * k, k != 0);
+    if (k + 1 == kTurnSplit) mma_commit();
   }
   mma_commit();
+}
+// Opens the other warpgroup's turn when the first group is done: its first instruction is then on
+// its way when this wave's last ends.
+template <int kGroup>
+__device__ __forceinline__ void pass_turn(float (&d)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) mma_pin(d[i]);
+  mma_wait<1>();
+  named_barrier_arrive(kTurnBarrier + (kGroup ^ 1), kConsumerThreads);
+}
+__device__ __forceinline__ void end_wave(float (&d)[64]) {
   mma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
 }
 
 // sum += scale * d; rows lane / 4 and lane / 4 + 8 of the warp's sixteen have a scale each.
@@ -300,63 +320,112 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], 
   for (int i = 0; i < 64; ++i) sum[i] = fmaf((i & 2) != 0 ? high : low, d[i], sum[i]);
 }
 
+// Columns 128 * kGroup of the tile and on. The warpgroups take turns at the tensor cores, wave by
+// wave, and do under a matrix instruction whatever is none: both as measured in moe_stage2's GEMM.
+template <int kGroup>
 __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t shared) {
   const Walk walk(args);
+  const Release release(shared, walk.cta_rank);
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 - 4;  // 0 to 7
-  const int group = warp / 4;             // consumer warpgroup: columns 128 * group of the tile
-  const int group_row = (warp % 4) * 16;  // of each 64-row wave
-  const std::uint32_t staging = shared + kStagingOffset + warp * kStagingBytes;
-  const int scale_columns = (args.columns + kScaleBlock - 1) / kScaleBlock;
-  RingPosition ring;
+  const int warp = threadIdx.x / 32 % 4;
+  const int group_row = warp * 16;  // of each 64-row wave
+  const std::uint32_t a_scales = shared + kScaleOffset + (group_row + lane / 4) * 4;
+  const std::uint32_t a_descriptor = descriptor_k_major_128b(shared + kAOffset);
+  const std::uint32_t w_descriptor =
+      descriptor_k_major_128b(shared + kWOffset + kGroup * (kWBytes / 2));
+  const int total_steps = args.ranks * args.steps;
+
+  // Weight scales of steps [step, step + 32) of the tile at `linear` for this warpgroup's columns,
+  // one a lane. A group past the last column reads the last scales and writes nothing.
+  const auto read_w_scales = [&](int linear, int step) {
+    const int scale_columns = (args.columns + kScaleBlock - 1) / kScaleBlock;
+    const TilePlace place = walk.place(min(linear, walk.total - 1));
+    const int column = min(place.column * (kTileColumns / kScaleBlock) + kGroup, scale_columns - 1);
+    const int mine = min(step + lane, total_steps - 1);
+    const int chunk = mine / args.steps;
+    const int source = source_of_step(args.rank, chunk, args.ranks);
+    return __ldg(args.w_scales +
+                 (static_cast<std::int64_t>(source) * scale_columns + column) * args.steps +
+                 (mine - chunk * args.steps));
+  };
+
+  std::uint32_t parities = 0;
+  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
+  float scale_lane = walk.first < walk.total ? read_w_scales(walk.first, 0) : 0.0f;
   float d[64];
   float sum[2][64];
   for (int linear = walk.first; linear < walk.total; linear += walk.step) {
-    const TilePlace place = tile_place(walk.grid, linear);
-    // A group past the last column reads the last scale and writes nothing.
-    const int scale_column =
-        min(place.column * (kTileColumns / kScaleBlock) + group, scale_columns - 1);
-    const auto scales_of = [&](int step) {
-      const int source = source_of_step(args.rank, step % args.ranks, args.ranks);
-      return args.w_scales +
-             (static_cast<std::int64_t>(source) * scale_columns + scale_column) * args.steps;
-    };
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
       sum[0][i] = 0.0f;
       sum[1][i] = 0.0f;
     }
-    const float* scales = scales_of(0);
-    float w_scale = __ldg(scales);
-    for (int s = 0; s < args.ranks; ++s) {
-      for (int kb = 0; kb < args.steps; ++kb) {
-        // One step ahead: the read takes as long as the step.
-        ++scales;
-        if (kb + 1 == args.steps) scales = scales_of(s + 1);
-        const float next_w_scale = __ldg(scales);
-        barrier_wait(shared + kFullOffset + ring.stage * 8, ring.parity);
-        const std::uint32_t a_scales =
-            shared + kScaleOffset + ring.stage * kScaleBytes + (group_row + lane / 4) * 4;
-        const float s00 = load_shared_f32(a_scales) * w_scale;
-        const float s01 = load_shared_f32(a_scales + 8 * 4) * w_scale;
-        const float s10 = load_shared_f32(a_scales + 64 * 4) * w_scale;
-        const float s11 = load_shared_f32(a_scales + 72 * 4) * w_scale;
-        const std::uint32_t a = descriptor_k_major_128b(shared + kAOffset + ring.stage * kABytes);
-        const std::uint32_t w = descriptor_k_major_128b(shared + kWOffset + ring.stage * kWBytes +
-                                                        group * (kWBytes / 2));
-        multiply_wave(d, a, w);
+    float a0;
+    float a1;
+    float a2;
+    float a3;
+    float w;
+    // Waits for `step`, which is in `stage`, and reads its scales.
+    const auto prepare = [&](int stage, int step) {
+      if (step >= total_steps) return;
+      if (step > 0 && step % 32 == 0) scale_lane = read_w_scales(linear, step);
+      barrier_wait(shared + kFullOffset + stage * 8, parity_of(parities, stage));
+      const std::uint32_t address = a_scales + stage * kScaleBytes;
+      a0 = load_shared_f32(address);
+      a1 = load_shared_f32(address + 8 * 4);
+      a2 = load_shared_f32(address + 64 * 4);
+      a3 = load_shared_f32(address + 72 * 4);
+      w = __shfl_sync(0xffffffffu, scale_lane, step % 32);
+    };
+    prepare(0, 0);
+    for (int round = 0; round < total_steps; round += kStages) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        const int step = round + stage;
+        if (step >= total_steps) break;
+        const std::uint32_t a = a_descriptor + stage * (kABytes >> 4);
+        const std::uint32_t b = w_descriptor + stage * (kWBytes >> 4);
+        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+        start_wave(d, a, b);
+        // Under the matrix instructions: everything that is neither a sum nor one of them.
+        if (step > 0) release((stage + kStages - 1) % kStages);
+        parities ^= 1u << stage;
+        const float s00 = a0 * w;
+        const float s01 = a1 * w;
+        const float s10 = a2 * w;
+        const float s11 = a3 * w;
+        pass_turn<kGroup>(d);
+        end_wave(d);
         promote(sum[0], d, s00, s01);
-        multiply_wave(d, a + (64 * kStepBytes >> 4), w);
-        release(shared, ring.stage, walk.cta_rank);
+        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+        start_wave(d, a + (64 * kStepBytes >> 4), b);
+        pass_turn<kGroup>(d);
+        prepare((stage + 1) % kStages, step + 1);
+        end_wave(d);
         promote(sum[1], d, s10, s11);
-        ring.advance();
-        w_scale = next_w_scale;
       }
     }
+    release((total_steps - 1) % kStages);
+    // Under the epilogue.
+    scale_lane = read_w_scales(linear + walk.step, 0);
+
+    const TilePlace place = walk.place(linear);
     const int row = place.cluster_row * kClusterRows + walk.cta_rank * kTileRows + group_row;
-    const int column = place.column * kTileColumns + group * 128;
+    const int column = place.column * kTileColumns + kGroup * 128;
+    const std::uint32_t staging = shared + kStagingOffset + (kGroup * 4 + warp) * kStagingBytes;
     write_rows<0>(sum[0], staging, args, row, column);
     write_rows<0>(sum[1], staging, args, row + 64, column);
+  }
+  // Takes the turn that the last wave of warpgroup 1 gave, so that no barrier is left half full.
+  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
+}
+
+template <Format kFormat, int kGroup>
+__device__ __forceinline__ void multiply(const GemmArgs& args, std::uint32_t shared) {
+  if constexpr (kFormat == Format::kBf16) {
+    multiply_bf16<kGroup>(args, shared);
+  } else {
+    multiply_fp8<kGroup>(args, shared);
   }
 }
 
@@ -401,10 +470,10 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
     __syncwarp();
   } else {
     register_budget_raise<224>();
-    if constexpr (kFormat == Format::kBf16) {
-      multiply_bf16(args, shared);
+    if (threadIdx.x < 256) {
+      multiply<kFormat, 0>(args, shared);
     } else {
-      multiply_fp8(args, shared);
+      multiply<kFormat, 1>(args, shared);
     }
   }
   // The other CTA still copies into this one's shared memory and arrives on its barriers: leave

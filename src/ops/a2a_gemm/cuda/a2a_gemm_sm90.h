@@ -37,7 +37,6 @@ struct GemmArgs {
   std::int64_t arrival_stride = 0;  // words
   std::int32_t row_blocks = 1;      // of one source
   const std::uint64_t* epoch = nullptr;
-  bool arrival_order = false;  // take chunks as they come; bf16 only
   GuardView guard;
 
   // Behind the last tile, unless the call failed: *epoch to each of these words (release at system
@@ -54,7 +53,7 @@ struct GemmMaps {
 };
 
 // Enqueues the GEMM on `ctas` CTAs (rounded down to even; at most one an SM). No allocation, no
-// synchronisation: may be captured. Deterministic for every `ctas` unless arrival_order is set.
+// synchronisation: may be captured. The same bits for every `ctas` and band.
 cudaError_t launch_gemm_sm90(const GemmArgs& args, const GemmMaps& maps, Format format, int ctas,
                              cudaStream_t stream);
 // Loads the kernels now instead of at the first launch, and opts in to their shared memory.
