@@ -10,7 +10,7 @@
 namespace penstock::detail {
 
 struct Meeting {
-  std::vector<UniqueFd> peer;     // [size] connected SEQPACKET sockets, empty at the own rank
+  std::vector<UniqueFd> peer;  // [size] connected SEQPACKET sockets, empty at the own rank
 };
 
 // Collective over the processes; errors as connect_team().

@@ -113,7 +113,8 @@ class DeviceRank : public RearmHook, private ProxyClient {
   // One event a stream, recorded behind its latest launch: unlike the stream it cannot be destroyed
   // under us.
   std::map<cudaStream_t, cudaEvent_t> launched_;
-  // Team generation that a rearm is about to leave: its fault is still visible while this rank has already resumed.
+  // Team generation that a rearm is about to leave: its fault is still visible while this rank has
+  // already resumed.
   std::uint64_t left_team_generation_ = 0;
   bool reported_ = false;  // this generation's record went to the team
   bool aborted_ = false;   // this generation's abort word was written by this host
