@@ -21,7 +21,7 @@ void trials(int count, std::uint64_t seed) {
   for (int trial = 0; trial < count; ++trial) {
     RunOptions options;
     options.size = 2 + static_cast<int>(random() % 3);
-    options.deadline = milliseconds(kSlowBuild ? 3000 : 1000);
+    options.deadline = milliseconds(kSlowBuild ? 4000 : 2500);
     options.args.seed = random();
     const int victim = static_cast<int>(random() % static_cast<std::uint64_t>(options.size));
     const bool kill = random() % 2 == 0;

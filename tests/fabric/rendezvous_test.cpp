@@ -41,8 +41,8 @@ TEST(RendezvousTest, OrderOfArrivalDoesNotMatter) {
 
 TEST(RendezvousTest, AMissingRankIsNamedOnEveryOther) {
   const int port = free_port();
-  auto zero = start(0, 4, port, milliseconds(700));
-  auto two = start(2, 4, port, milliseconds(700));
+  auto zero = start(0, 4, port, milliseconds(3000));
+  auto two = start(2, 4, port, milliseconds(3000));
   EXPECT_EQ(zero.wait(seconds(10)), 3);
   EXPECT_EQ(two.wait(seconds(10)), 3);
   expect_words(zero, {"FAULT peer=1", "2 of 4 ranks", "missing: rank 1, 3"});
@@ -97,8 +97,8 @@ class Listener {
 
 TEST(RendezvousTest, APortThatIsTakenIsSaidSo) {
   const Listener other;
-  auto zero = start(0, 2, other.port, milliseconds(700));
-  auto one = start(1, 2, other.port, milliseconds(700));
+  auto zero = start(0, 2, other.port, milliseconds(3000));
+  auto one = start(1, 2, other.port, milliseconds(3000));
   EXPECT_EQ(zero.wait(seconds(10)), 4);
   expect_words(zero, {"backend", "cannot listen at 127.0.0.1", "choose a free port"});
   // The stranger accepts and says nothing: rank 1 must not believe it, nor wait for ever.

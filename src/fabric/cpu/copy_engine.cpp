@@ -74,11 +74,17 @@ class CpuCopyEngine final : public Transport, public RearmHook {
   void flush() override {}  // nothing is held back: the engine takes whatever the ring holds
 
   void quiet() override {
+    // A peer that has left is not waited for: its memory stays mapped and the engine still
+    // delivers.
     WaitSite site;
-    site.peer = busy_with_.load(std::memory_order_relaxed);
+    const auto name_peer = [&] {
+      const int busy = busy_with_.load(std::memory_order_relaxed);
+      site.peer = busy >= 0 && !window_->team()->gone(busy) ? busy : -1;
+    };
+    name_peer();
     guard_.wait_until(
         [&] {
-          site.peer = busy_with_.load(std::memory_order_relaxed);
+          name_peer();
           return epoch_reached(load_signal(&control_.done), control_.head);
         },
         [&] { return load_signal(&control_.done); }, control_.head, site);

@@ -137,6 +137,7 @@ void DeviceCopyEngine::quiet() {
   guard_.wait_until([&] { return done_up_to(kernels, host); },
                     [&] { return load_signal(&kernels_.control()->done); }, kernels,
                     {.peer = -1, .op = op_});
+  rank_->team()->check();  // a failed copy retires its descriptors too
 }
 
 bool DeviceCopyEngine::done_up_to(std::uint64_t kernels, std::uint64_t host) const {
