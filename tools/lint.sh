@@ -11,6 +11,10 @@ fail() {
 }
 
 mapfile -t sources < <(git ls-files -- '*.h' '*.cuh' '*.cpp' '*.cu')
+if [ ${#sources[@]} -eq 0 ]; then
+  echo "lint: git lists no sources here"
+  exit 1
+fi
 say "clang-format (${#sources[@]} files)"
 if [ "${1:-}" = --fix ]; then
   clang-format -i "${sources[@]}"

@@ -317,7 +317,7 @@ void add_eval(CLI::App& app, Command& command) {
           ->capture_default_str();
   sub->add_option("--threads", options->engine.threads,
                   "Compute threads of one rank; 0: hardware threads / ranks (reference: 1)")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, 1024))
       ->type_name("N")
       ->capture_default_str();
   sub->add_flag("--reference{f32}", options->reference,

@@ -211,7 +211,7 @@ void add_generate(CLI::App& app, Command& command) {
       ->capture_default_str();
   sub->add_option("--threads", options->engine.threads,
                   "Compute threads of one rank; 0: hardware threads / ranks")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, 1024))
       ->type_name("N")
       ->capture_default_str();
   sub->add_option("--activations", options->activations,

@@ -23,7 +23,7 @@ constexpr std::array kEntries{
           "deadline of every wait, seconds [0.001, 86400]; API: TeamOptions::deadline"},
     Entry{"PENSTOCK_THREADS_COUNT", "0",
           "compute threads of one CPU rank, 0 = hardware threads / ranks; API: "
-          "CpuModelOptions::threads"},
+          "EngineOptions::threads"},
     Entry{"PENSTOCK_LOG_LEVEL", "warn",
           "trace, debug, info, warn, error, off; API: set_log_level()"},
 };
@@ -59,7 +59,7 @@ T read_number(std::string_view name, T low, T high) {
 }  // namespace
 
 double Env::deadline_s() { return read_number<double>("PENSTOCK_DEADLINE_S", 0.001, 86400.0); }
-int Env::threads_count() { return read_number<int>("PENSTOCK_THREADS_COUNT", 0, 4096); }
+int Env::threads_count() { return read_number<int>("PENSTOCK_THREADS_COUNT", 0, 1024); }
 std::string Env::log_level() { return read("PENSTOCK_LOG_LEVEL"); }
 
 std::vector<EnvVariable> Env::table() {

@@ -40,15 +40,16 @@ bool spin_until(const Ready& ready) {
 // never waits for a worker that the system has not scheduled yet (on a busy machine that made a
 // decode step 20 times slower).
 struct ThreadPool::State {
-  // Job number in the high bits, next unclaimed part in the low ones: a worker that comes late
-  // cannot claim a part of a job that it did not see.
+  // What is there to claim, in one word, so that no claim can mix two jobs: job number (high 32
+  // bits), its number of parts (16), the next unclaimed part (16). Count 0: nothing.
   static constexpr std::uint64_t kPartBits = 16;
   static constexpr std::uint64_t kPartMask = (1U << kPartBits) - 1;
+  static constexpr std::uint64_t kJobShift = 2 * kPartBits;
+  static constexpr std::uint64_t kJobMask = 0xffffffffU;
 
   int threads = 1;
   const std::function<void(int)>* body = nullptr;  // valid while a claimed part is not done
-  std::atomic<std::uint64_t> parts{0};             // of the job, before it is published
-  std::atomic<std::uint64_t> next{kPartMask};      // see above; part == kPartMask: nothing to claim
+  std::atomic<std::uint64_t> next{0};              // see above
   std::atomic<std::uint64_t> done{0};              // parts finished
   std::atomic<std::uint64_t> epoch{0};             // job number; workers sleep on it
   std::atomic<bool> stop{false};
@@ -70,14 +71,15 @@ struct ThreadPool::State {
     std::uint64_t seen = next.load(std::memory_order_acquire);
     while (true) {
       const std::uint64_t part = seen & kPartMask;
-      if (seen >> kPartBits != job || part >= parts.load(std::memory_order_relaxed)) return;
+      const std::uint64_t count = (seen >> kPartBits) & kPartMask;
+      if (seen >> kJobShift != (job & kJobMask) || part >= count) return;
       // Success means that this job is not over: its caller waits for the part that is now ours.
       if (!next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel,
-                                      std::memory_order_acquire))
+                                      std::memory_order_acquire)) {
         continue;
+      }
       call(static_cast<int>(part));
-      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts.load(std::memory_order_relaxed))
-        done.notify_one();
+      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) done.notify_one();
       seen = next.load(std::memory_order_acquire);
     }
   }
@@ -97,9 +99,9 @@ struct ThreadPool::State {
     body = &job_body;
     error = nullptr;
     done.store(0, std::memory_order_relaxed);
-    parts.store(static_cast<std::uint64_t>(count), std::memory_order_relaxed);
     const std::uint64_t job = epoch.load(std::memory_order_relaxed) + 1;
-    next.store(job << kPartBits, std::memory_order_release);
+    next.store((job & kJobMask) << kJobShift | static_cast<std::uint64_t>(count) << kPartBits,
+               std::memory_order_release);
     epoch.store(job, std::memory_order_release);
     epoch.notify_all();
     take_parts(job);
@@ -124,6 +126,7 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   require(threads >= 1 && threads <= 4096, ErrorKind::kInvalidArgument,
           [&] { return fmt::format("thread pool of {} threads: give 1 to 4096", threads); });
   state_->threads = threads;
+  state_->workers.reserve(static_cast<std::size_t>(threads - 1));
   try {
     for (int t = 1; t < threads; ++t) {
       state_->workers.emplace_back([state = state_.get()] { state->work(); });

@@ -100,7 +100,9 @@ class ProcessTeam final : public detail::TeamBase {
 
   void pass(int fd, std::vector<UniqueFd>& out) {
     const auto until = std::chrono::steady_clock::now() + deadline();
-    Note note{++notes_, fd >= 0 ? 1u : 0u};
+    // Numbered by exchange, not by note: a fault can come between two ranks' notes, and rearm()
+    // aligns the exchanges.
+    Note note{exchanges(), fd >= 0 ? 1u : 0u};
     if (fd >= 0) {
       out[static_cast<std::size_t>(rank())] = UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
       if (!out[static_cast<std::size_t>(rank())]) detail::throw_system("could not duplicate");
@@ -178,7 +180,6 @@ class ProcessTeam final : public detail::TeamBase {
   Discovery discovery_;
   detail::Meeting meeting_;
   UniqueFd stop_;
-  std::uint64_t notes_ = 0;
   std::thread watcher_;
 };
 

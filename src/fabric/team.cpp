@@ -18,20 +18,21 @@ void UniqueFd::reset() noexcept {
 void collectively(Team& team, const std::function<void()>& body) {
   // First byte: 0 for success, else 1 + the error's kind; then the text.
   std::vector<std::byte> mine(1, std::byte{0});
+  const auto failed = [&](ErrorKind kind, std::string_view text) {
+    mine.resize(1 + text.size());
+    mine[0] = static_cast<std::byte>(1 + static_cast<unsigned>(kind));
+    std::memcpy(mine.data() + 1, text.data(), text.size());
+  };
   try {
     body();
   } catch (const Fault&) {
     throw;  // the whole team has it already
   } catch (const Error& error) {
-    const std::string_view text = error.what();
-    mine.resize(1 + text.size());
-    mine[0] = static_cast<std::byte>(1 + static_cast<unsigned>(error.kind()));
-    std::memcpy(mine.data() + 1, text.data(), text.size());
+    failed(error.kind(), error.what());
   } catch (const std::bad_alloc&) {
-    constexpr std::string_view text = "out of memory";
-    mine.resize(1 + text.size());
-    mine[0] = static_cast<std::byte>(1 + static_cast<unsigned>(ErrorKind::kResourceExhausted));
-    std::memcpy(mine.data() + 1, text.data(), text.size());
+    failed(ErrorKind::kResourceExhausted, "out of memory");
+  } catch (const std::exception& error) {
+    failed(ErrorKind::kBackend, error.what());
   }
   const auto all = team.all_gather_varying(mine);
   std::string text;

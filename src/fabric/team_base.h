@@ -55,6 +55,9 @@ class TeamBase : public Team {
                 std::span<const std::byte> payload);
   const ExchangeSlot& slot(int rank) const noexcept { return cell(rank).slot[sequence_ & 1]; }
 
+  // Exchanges entered: equal on all ranks between two collectives, also after a rearm.
+  std::uint64_t exchanges() const noexcept { return sequence_; }
+
   // Refuses a second thread of the same rank in a collective.
   class Entry {
    public:

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -34,6 +35,19 @@ TEST(ThreadPoolTest, ManySmallJobsNeverLoseOne) {
   for (int i = 0; i < 20000; ++i)
     pool.run([&](int) { sum.fetch_add(1, std::memory_order_relaxed); });
   EXPECT_EQ(sum.load(), 80000);
+}
+
+TEST(ThreadPoolTest, JobsOfChangingSizeRunEachPartOnce) {
+  // A worker that comes late to one job must not claim a part of the next, larger one.
+  ThreadPool pool(4);
+  for (std::size_t i = 0; i < 100000; ++i) {
+    const std::size_t count = 2 + i % 3;
+    std::array<std::atomic<int>, 4> hits{};
+    pool.parallel_for(count, 1, [&](std::size_t begin, std::size_t end, int) {
+      for (; begin < end; ++begin) hits[begin].fetch_add(1);
+    });
+    for (std::size_t k = 0; k < count; ++k) ASSERT_EQ(hits[k].load(), 1);
+  }
 }
 
 TEST(ThreadPoolTest, WakesSleepingWorkers) {

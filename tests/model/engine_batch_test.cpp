@@ -14,7 +14,7 @@ namespace {
 
 using namespace engine_test;
 
-constexpr std::size_t kLong = kSanitized ? 135 : 300;  // beyond the top-k of 128, over pages of 64
+constexpr std::size_t kLong = kSanitized ? 150 : 300;  // beyond the top-k of 128, over pages of 64
 
 template <typename Call>
 ErrorKind kind_of(const Call& call) {
