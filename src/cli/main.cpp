@@ -1,7 +1,9 @@
 // The penstock command: parses, runs the chosen subcommand, turns errors into exit codes.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
+#include <string_view>
 
 #include "cli/command.h"
 #include "penstock/core/error.h"
@@ -11,15 +13,17 @@ namespace {
 
 namespace cli = penstock::cli;
 
+void print_error(std::string_view kind, const char* message) {
+  try {
+    cli::print_json({{"error", {{"kind", kind}, {"message", message}}}});
+  } catch (const std::exception&) {
+    return;  // standard output is what failed: standard error already has the words
+  }
+}
+
 int report(const cli::Command& command, std::string_view kind, const char* message, int code) {
   cli::print_log(fmt::format("penstock: {}", message));
-  if (command.json) {
-    try {
-      cli::print_json({{"error", {{"kind", kind}, {"message", message}}}});
-    } catch (const std::exception&) {
-      return code;  // standard output is what failed: standard error already has the words
-    }
-  }
+  if (command.json) print_error(kind, message);
   return code;
 }
 
@@ -62,7 +66,13 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? cli::kExitOk : cli::kExitUsage;
+    if (app.exit(error) == 0) return cli::kExitOk;
+    // Flags are not set yet when parsing fails, so look at the words themselves.
+    const auto is_json = [](const char* word) { return std::string_view(word) == "--json"; };
+    if (std::any_of(argv + 1, argv + argc, is_json)) {
+      print_error("usage", error.what());
+    }
+    return cli::kExitUsage;
   }
   return run(command);
 }

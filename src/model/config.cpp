@@ -454,6 +454,12 @@ void read_tokens(ModelConfig& config, Reader& in) {
 }
 
 void check_routing(const ModelConfig& c) {
+  // A hostile file of 2 KB must not make a tensor list of tens of GB; GLM-5 has 78 x 256.
+  constexpr std::int64_t kMaxLayerExperts = std::int64_t{1} << 18;
+  if (c.layers * c.experts > kMaxLayerExperts) {
+    invalid(fmt::format("'num_hidden_layers' {} x 'n_routed_experts' {} is over {}", c.layers,
+                        c.experts, kMaxLayerExperts));
+  }
   if (c.experts % c.groups != 0) {
     invalid(fmt::format("'n_group' is {}, which does not divide n_routed_experts {}", c.groups,
                         c.experts));

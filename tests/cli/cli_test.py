@@ -180,6 +180,11 @@ class Generate(CliTest):
         self.assertEqual((got["prefill"]["tokens"], got["decode"]["tokens"]), (23, 7))
         self.assertGreater(got["memory_bytes"], 0)
 
+    def test_usage_errors_are_json_too(self):
+        for arguments in (["generate", MODEL, "--json"], ["nonsense", "--json"]):
+            done = self.run_cli(*arguments, expect=2)
+            self.assertEqual(json.loads(done.stdout)["error"]["kind"], "usage")
+
     def test_wrong_command_lines(self):
         ok = ["generate", MODEL, "-p", "x", "-n", "1"]
         for arguments in (

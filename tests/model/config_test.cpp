@@ -338,6 +338,9 @@ TEST(ConfigTest, Quantization) {
 // ---- relations ----------------------------------------------------------------------------------
 
 TEST(ConfigTest, RelationsBetweenKeysAreChecked) {
+  // Each in its range, their product a tensor list of tens of GB.
+  refuses(with(with(glm5_json(), "num_hidden_layers", 4096), "n_routed_experts", 16384),
+          {"num_hidden_layers", "4096", "n_routed_experts", "16384"});
   refuses(with(glm5_json(), "n_group", 7), {"n_group", "7", "256"});
   refuses(with(with(glm5_json(), "n_group", 256), "topk_group", 256), {"n_group", "two"});
   refuses(with(glm5_json(), "topk_group", 2), {"topk_group", "2", "n_group is 1"});
