@@ -81,6 +81,22 @@ class CliTest(unittest.TestCase):
 
 
 class Generate(CliTest):
+    def test_peak_memory_is_the_file_and_little_more(self):
+        if SLOW_BUILD:
+            self.skipTest("a sanitizer's shadow memory would be counted")
+        process = subprocess.Popen(
+            [BINARY, "generate", MODEL, "-p", PROMPT, "-n", "20"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self.assertEqual(process.returncode, 0)
+        weights = sum(
+            os.path.getsize(os.path.join(MODEL, name)) for name in os.listdir(MODEL) if name.startswith("model-")
+        )
+        self.assertLess(usage.ru_maxrss * 1024, weights + 200e6)
+
     def test_golden_continuation(self):
         tokens = self.golden["greedy.0.tokens"][1]
         count = 40 if SLOW_BUILD else 160
