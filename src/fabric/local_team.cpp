@@ -80,6 +80,7 @@ std::vector<TeamHandle> make_local_teams(int size, const LocalTeamOptions& optio
   const auto shared = std::make_shared<Shared>(size);
   shared->control.size = static_cast<std::uint64_t>(size);
   std::vector<TeamHandle> teams;
+  teams.reserve(static_cast<std::size_t>(size));
   for (int r = 0; r < size; ++r) {
     teams.push_back(std::make_shared<LocalTeam>(shared, r, size, deadline));
   }

@@ -264,7 +264,7 @@ bool TeamBase::gone(int rank) const noexcept {
 }
 
 void TeamBase::set_waiting_for(int peer) noexcept {
-  store(cell(rank_).waiting_for, static_cast<std::uint64_t>(peer + 1), std::memory_order_relaxed);
+  store(cell(rank_).waiting_for, static_cast<std::uint64_t>(peer) + 1, std::memory_order_relaxed);
 }
 
 int TeamBase::blame(int peer, std::chrono::nanoseconds waited) const noexcept {
