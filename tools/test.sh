@@ -49,7 +49,7 @@ step_asan() {
 }
 # ThreadSanitizer where threads meet: the pool, the fabric, the operators and the tensor-parallel ranks.
 step_tsan() {
-  build tsan && TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+  build tsan thread_tests && TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
     ctest --preset tsan -j "$jobs" --timeout 900 -L threads
 }
 step_consume() { tools/check_install.sh; }
