@@ -23,6 +23,12 @@ double piece_us(const Shape& shape, double rows, const Machine& machine) {
   return machine.copy_us + data + scales + machine.signal_us;
 }
 
+// Where a step's row block stands in a table of arrivals [ranks, blocks].
+std::size_t at(std::int32_t step, std::int32_t blocks, std::int32_t block) {
+  return static_cast<std::size_t>(step) * static_cast<std::size_t>(blocks) +
+         static_cast<std::size_t>(block);
+}
+
 // Arrival of (step, row block) at `rank`, in the order in which its sources send.
 std::vector<double> arrivals_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
                                 const Machine& machine) {
@@ -34,7 +40,7 @@ std::vector<double> arrivals_us(const Shape& shape, std::int32_t rank, std::int3
     const std::int32_t in_block = std::min(row_block_rows, rows - block * row_block_rows);
     for (std::int32_t step = 1; step < shape.ranks; ++step) {
       now += piece_us(shape, in_block, machine);
-      arrival[static_cast<std::size_t>(step * blocks + block)] = now;
+      arrival[at(step, blocks, block)] = now;
     }
   }
   return arrival;
@@ -91,7 +97,7 @@ double schedule_floor_us(const TileGrid& grid, std::int32_t ranks, std::int32_t 
       const std::int32_t block =
           std::min(place.cluster_row * kClusterRows / row_block_rows, blocks - 1);
       for (std::int32_t step = 0; step < ranks; ++step) {
-        now = std::max(now, arrival_us[static_cast<std::size_t>(step * blocks + block)]);
+        now = std::max(now, arrival_us[at(step, blocks, block)]);
         now += chunk_us;
       }
     }

@@ -128,6 +128,7 @@ std::vector<float> ReferenceStages::q_b(std::span<const float> c, int rows,
     const std::vector<float> n =
         norm(c.subspan(s * (q_lora + kKvRow), q_lora), tensors_->norm_q, shape_.eps_latent);
     std::vector<float> q;
+    q.reserve(static_cast<std::size_t>(local));
     for (int r = 0; r < local; ++r) {
       q.push_back(static_cast<float>(
           dot(tensors_->q_b, static_cast<std::int64_t>(shape_.rank) * local + r, 0, n)));
@@ -261,7 +262,7 @@ std::vector<float> ReferenceStages::uv(std::span<const float> o_lat_row) const {
 }
 
 std::vector<float> ReferenceStages::o(std::span<const float> o_rows, int rows) const {
-  const auto columns = static_cast<std::size_t>(shape_.local_heads() * kValue);
+  const auto columns = static_cast<std::size_t>(shape_.local_heads()) * kValue;
   std::vector<float> out;
   for (std::size_t s = 0; s < static_cast<std::size_t>(rows); ++s) {
     for (int r = 0; r < shape_.hidden; ++r) {
