@@ -405,7 +405,13 @@ TEST(CheckpointTest, OpeningReadsNoWeightsAndReleaseGivesThemBack) {
   ASSERT_GT(before, 0);
   const Checkpoint checkpoint(kTinyGlm);
   // 22.5 MB of files: only the headers (and the kernel's read-ahead around them) may be there.
-  EXPECT_LT(resident_file_kb() - before, 2048);
+  // Pages of the program itself count as well, and instrumented code has more of them.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr std::int64_t kBoundKb = 6144;
+#else
+  constexpr std::int64_t kBoundKb = 2048;
+#endif
+  EXPECT_LT(resident_file_kb() - before, kBoundKb);
   double sum = 0.0;
   std::vector<float> row(4096);
   std::int64_t peak = 0;
@@ -421,7 +427,7 @@ TEST(CheckpointTest, OpeningReadsNoWeightsAndReleaseGivesThemBack) {
   }
   EXPECT_TRUE(std::isfinite(sum));
   // The largest matrix has 1.8 MB; pages at tensors' edges stay.
-  EXPECT_LT(peak, 10 << 10);
+  EXPECT_LT(peak, (8 << 10) + kBoundKb);
 }
 
 // Any subset of tensors missing: every one of the first ten is named, and their number is right.
