@@ -65,8 +65,10 @@ AllReduce::AllReduce(TeamHandle team, std::uint64_t max_elements)
     : max_elements_(max_elements),
       capacity_(packets_for(max_elements * 4)),
       guard_(team, team->next_operator()) {
-  require(max_elements >= 1 && max_elements <= (1ULL << 32), ErrorKind::kInvalidArgument, [&] {
-    return fmt::format("an all-reduce of {} elements: give 1 to 2^32", max_elements);
+  collectively(*team, [&] {
+    require(max_elements >= 1 && max_elements <= (1ULL << 32), ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("an all-reduce of {} elements: give 1 to 2^32", max_elements);
+    });
   });
   const AllReduceShape shape{static_cast<std::uint64_t>(team->size()), max_elements};
   window_ = Window::create(team, all_reduce_layout(shape), cpu_window_backend());

@@ -187,16 +187,18 @@ FabricBackend cpu_fabric_backend() {
 
 std::vector<TransportReport> self_test(const TeamHandle& team, const FabricBackend& backend,
                                        const SelfTestOptions& options) {
-  require(options.bytes >= 8 && options.bytes % 8 == 0 && options.bytes <= (1ULL << 32),
-          ErrorKind::kInvalidArgument, [&] {
-            return fmt::format("self-test messages of {} bytes: give a multiple of 8 up to 2^32",
-                               options.bytes);
-          });
-  require(options.rounds >= 1, ErrorKind::kInvalidArgument, [&] {
-    return fmt::format("a self-test of {} rounds tests nothing: give 1 or more", options.rounds);
+  collectively(*team, [&] {
+    require(options.bytes >= 8 && options.bytes % 8 == 0 && options.bytes <= (1ULL << 32),
+            ErrorKind::kInvalidArgument, [&] {
+              return fmt::format("self-test messages of {} bytes: give a multiple of 8 up to 2^32",
+                                 options.bytes);
+            });
+    require(options.rounds >= 1, ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("a self-test of {} rounds tests nothing: give 1 or more", options.rounds);
+    });
+    require(!backend.transports.empty(), ErrorKind::kUnsupported,
+            [&] { return fmt::format("back end {} has no transport to test", backend.name); });
   });
-  require(!backend.transports.empty(), ErrorKind::kUnsupported,
-          [&] { return fmt::format("back end {} has no transport to test", backend.name); });
   Tester tester(team, backend, options);
   std::vector<TransportReport> out;
   for (const TransportKind kind : backend.transports) out.push_back(tester.run(kind));

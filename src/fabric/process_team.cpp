@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -68,6 +69,7 @@ class ProcessTeam final : public detail::TeamBase {
 
   ~ProcessTeam() override {
     leave();
+    stopping_.store(true);
     const std::uint64_t one = 1;
     // An eventfd with room accepts 8 bytes; nothing else ever writes it.
     (void)!::write(stop_.get(), &one, sizeof one);
@@ -158,10 +160,14 @@ class ProcessTeam final : public detail::TeamBase {
       entries.push_back({meeting_.peer[static_cast<std::size_t>(r)].get(), POLLRDHUP, 0});
       ranks.push_back(r);
     }
-    while (true) {
+    while (!stopping_.load()) {
       beat();
       const int ready = ::poll(entries.data(), entries.size(), kBeatMs);
-      if (ready < 0 && errno != EINTR) continue;
+      if (ready < 0 && errno != EINTR) {
+        // May last (no memory, or a limit on descriptors that somebody lowered): neither burn a
+        // core nor miss the end. A dead peer is then found by its heart-beat.
+        std::this_thread::sleep_for(std::chrono::milliseconds(kBeatMs));
+      }
       if (ready <= 0) continue;
       if (entries[0].revents != 0) return;
       for (std::size_t i = 1; i < entries.size();) {
@@ -180,6 +186,7 @@ class ProcessTeam final : public detail::TeamBase {
   Discovery discovery_;
   detail::Meeting meeting_;
   UniqueFd stop_;
+  std::atomic<bool> stopping_{false};  // beside stop_, which a failing poll cannot see
   std::thread watcher_;
 };
 

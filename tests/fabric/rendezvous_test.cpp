@@ -2,8 +2,10 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
+#include <ctime>
 #include <thread>
 
 #include "fabric/team_harness.h"
@@ -145,6 +147,43 @@ TEST(RendezvousTest, AnAddressThatDoesNotResolveIsRefused) {
     EXPECT_EQ(error.kind(), ErrorKind::kInvalidArgument);
     EXPECT_NE(std::string(error.what()).find("'no such host'"), std::string::npos);
   }
+}
+
+double cpu_seconds() {
+  timespec now{};
+  EXPECT_EQ(::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now), 0);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+// poll() refuses more entries than the process may have descriptors. While it does, the watchers of
+// a team must rest, and they must still end with the team.
+TEST(RendezvousTest, AFailingPollNeitherBurnsACoreNorHoldsUpTheEnd) {
+  const int port = free_port();
+  std::vector<TeamHandle> teams(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      TeamOptions options;
+      options.rank = r;
+      options.size = 2;
+      options.port = port;
+      options.deadline = seconds(20);
+      teams[static_cast<std::size_t>(r)] = connect_team(options);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit one = before;
+  one.rlim_cur = 1;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &one), 0);
+  std::this_thread::sleep_for(milliseconds(100));  // the polls under way end
+  const double start = cpu_seconds();
+  std::this_thread::sleep_for(milliseconds(400));
+  const double burnt = cpu_seconds() - start;
+  teams.clear();
+  EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_LT(burnt, 0.1);
 }
 
 TEST(RendezvousTest, ATeamOfOneProcessNeedsNobody) {

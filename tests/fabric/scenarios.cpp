@@ -453,6 +453,18 @@ void all_reduce(const TeamHandle& team, const ScenarioArgs& args) {
   reduce.window()->close();
 }
 
+// One rank's bad argument is refused on every rank at once, and leaves a team that works.
+void all_reduce_refused(const TeamHandle& team, const ScenarioArgs&) {
+  for (const std::uint64_t bad : {std::uint64_t{0}, (std::uint64_t{1} << 32) + 1}) {
+    expect_error(ErrorKind::kInvalidArgument,
+                 {fmt::format("rank 1: an all-reduce of {} elements", bad)},
+                 [&] { const AllReduce reduce(team, team->rank() == 1 ? bad : 64); });
+  }
+  AllReduce reduce(team, 64);
+  reduce_once(reduce, team, 1, 64, AllReduceKind::kOneShot);
+  reduce.window()->close();
+}
+
 void tag_wrap(const TeamHandle& team, const ScenarioArgs& args) {
   constexpr std::size_t kMost = 300;
   AllReduce reduce(team, kMost);
@@ -711,6 +723,7 @@ const std::map<std::string, Scenario>& scenarios() {
       {"stress", stress},
       {"two_instances", two_instances},
       {"all_reduce", all_reduce},
+      {"all_reduce_refused", all_reduce_refused},
       {"tag_wrap", tag_wrap},
       {"absent_then_rearm", absent_then_rearm},
       {"engine_fails", engine_fails},

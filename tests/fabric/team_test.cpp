@@ -54,6 +54,7 @@ class PeersTest : public TeamTest {};
 TEST_P(PeersTest, DifferentCallsAreRefusedOnEveryRank) { run("different_calls"); }
 TEST_P(PeersTest, OneRefusalIsEverybodys) { run("refused_together"); }
 TEST_P(PeersTest, DifferentLayoutsAreRefusedOnEveryRank) { run("layout_refused"); }
+TEST_P(PeersTest, OneBadArgumentIsRefusedOnEveryRank) { run("all_reduce_refused"); }
 TEST_P(PeersTest, TagsSurviveTheirWrap) { run("tag_wrap", 30); }
 TEST_P(PeersTest, TwoInstancesAtOnce) { run("two_instances", kSlowBuild ? 50 : 300); }
 TEST_P(PeersTest, AnAbsentRankIsNamedEverywhereAndRearmRepairs) {

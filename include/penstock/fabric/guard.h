@@ -27,11 +27,12 @@ class Guard {
   explicit Guard(TeamHandle team, std::int32_t op = -1, std::chrono::nanoseconds deadline = {});
 
   // Returns when the word's value is >= epoch; the load that sees it is an acquire, so data that
-  // the writer stored before its release of the word are visible. Spins for about 20 us, then
-  // yields, then sleeps in steps of at most 200 us. Throws Fault with the team's first cause as
-  // soon as any rank has raised one; at the deadline raises {site, expected, seen, waited} itself
-  // (peer replaced by Team::blame) and throws it; at once (kPeerDead) if site.peer is gone and the
-  // word is still short. A value that has arrived wins over an abort that came at the same time.
+  // the writer stored before its release of the word are visible. Spins 64 times (a few us),
+  // yields until 50 us have passed, then sleeps an eighth of the time waited so far, at most 200
+  // us. Throws Fault with the team's first cause as soon as any rank has raised one; at the
+  // deadline raises {site, expected, seen, waited} itself (peer replaced by Team::blame) and throws
+  // it; at once (kPeerDead) if site.peer is gone and the word is still short. A value that has
+  // arrived wins over an abort that came at the same time.
   void wait(const std::uint64_t* word, std::uint64_t epoch, const WaitSite& site) const;
   // The same without throwing: how it ended. kDeadline has raised the fault.
   WaitStatus try_wait(const std::uint64_t* word, std::uint64_t epoch, const WaitSite& site) const;

@@ -156,11 +156,12 @@ struct PutDescriptor {
 static_assert(sizeof(PutDescriptor) == 48);
 
 // A ring slot, one 64-byte line of host memory. Producers (many threads, on a device or the host)
-// claim a position with an atomic add on a counter of their own, wait until position - tail <
-// capacity (deadline: FaultCause::kRingFull), write `put`, then `sequence` = position + 1 with
-// release at system scope. The single consumer takes position p when slot[p % capacity].sequence ==
-// p + 1 and stores RingControl::tail = p + 1 (release) once the slot may be reused. Sequences are
-// 64-bit and never reset, so no slot is ever cleared.
+// wait until position - tail < capacity (deadline: FaultCause::kRingFull) and only then claim the
+// position, by compare-and-swap on a counter of their own, so that one that gives up leaves no
+// hole; they write `put`, then `sequence` = position + 1 with release at system scope. The single
+// consumer takes position p when slot[p % capacity].sequence == p + 1 and stores RingControl::tail
+// = p + 1 (release) once the slot may be reused. Sequences are 64-bit and never reset, so no slot
+// is ever cleared.
 struct alignas(64) RingSlot {
   PutDescriptor put;
   std::uint64_t reserved = 0;

@@ -124,7 +124,8 @@ class Team {
   // Throws Fault with the first cause if faulted; otherwise does nothing.
   virtual void check() const = 0;
   // Makes the fault known to every rank; all waits of this generation end. The first record of a
-  // generation wins, later ones are dropped. Returns the winning record. Never blocks.
+  // generation wins, later ones are dropped. Returns the winning record. Waits for no rank
+  // but the winner, whose record is a few stores away: at most 100 ms should it die between them.
   virtual FaultRecord raise(const FaultRecord& record) noexcept = 0;
   // Whether this rank is known to be gone for good (its process died or it left the team).
   virtual bool gone(int rank) const noexcept = 0;

@@ -97,6 +97,7 @@ TransportCounters DeviceCopyEngine::counters() const noexcept {
 
 void DeviceCopyEngine::put(const PutDescriptor& descriptor) {
   detail::check_put(*window_, descriptor, "copy_engine");
+  rank_->team()->check();  // what is posted behind a fault would be delivered by the rearm
   RingControl* control = host_.control();
   const std::uint64_t position = control->head;
   const auto give_up = Clock::now() + rank_->team()->deadline();

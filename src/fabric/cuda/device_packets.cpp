@@ -10,9 +10,11 @@ namespace penstock::cuda {
 
 DevicePackets::DevicePackets(std::shared_ptr<DeviceRank> rank, std::uint64_t capacity)
     : rank_(std::move(rank)) {
-  require(capacity >= 1, ErrorKind::kInvalidArgument,
-          [] { return std::string("a packet all-reduce of 0 packets: give at least 1"); });
   const TeamHandle& team = rank_->team();
+  collectively(*team, [&] {
+    require(capacity >= 1, ErrorKind::kInvalidArgument,
+            [] { return std::string("a packet all-reduce of 0 packets: give at least 1"); });
+  });
   const auto ranks = static_cast<std::size_t>(team->size());
   constexpr std::uint64_t kWordsPerPacket = 3;
   const AllReduceShape shape{ranks, capacity * kWordsPerPacket};

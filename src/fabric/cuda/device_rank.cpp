@@ -164,6 +164,10 @@ void DeviceRank::track(cudaStream_t stream) {
 
 void DeviceRank::abort() noexcept {
   const std::lock_guard lock(mutex_);
+  abort_locked();
+}
+
+void DeviceRank::abort_locked() noexcept {
   if (aborted_) return;
   const ScopedDevice scope(device_);
   auto* words = record_.as<PinnedWords>();
@@ -184,15 +188,14 @@ bool DeviceRank::serve() noexcept {
 }
 
 void DeviceRank::look() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (team_->generation() == left_team_generation_) return;
-  }
+  // One lock from the question to the answer: between the two a rearm could start the next
+  // generation, which would then be the one that is aborted.
+  const std::lock_guard lock(mutex_);
+  if (team_->generation() == left_team_generation_) return;
   if (team_->faulted()) {
-    abort();
+    abort_locked();
     return;
   }
-  const std::lock_guard lock(mutex_);
   if (reported_) return;
   auto& record = record_.as<PinnedWords>()->record;
   if (std::atomic_ref<std::uint32_t>(record.valid).load(std::memory_order_acquire) == 0) return;

@@ -99,6 +99,7 @@ class DeviceRank : public RearmHook, private ProxyClient {
   bool serve() noexcept override;
   bool busy() const noexcept override { return false; }
   void look() noexcept;
+  void abort_locked() noexcept;  // mutex_ is held
 
   TeamHandle team_;
   int device_;

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
+#include <thread>
+
 #include "core/cuda/check.h"
 #include "fabric/cuda/window_backend.h"
 #include "fabric/transport_checks.h"
@@ -35,11 +38,13 @@ DeviceSmTransport::DeviceSmTransport(TransportKind kind, std::shared_ptr<DeviceR
   PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
   PENSTOCK_CUDA_CHECK(launch_nothing(stream_));  // see DeviceRank::prepare
   PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
+  rank_->team()->add_hook(this);
   window_->add_user(this);
 }
 
 DeviceSmTransport::~DeviceSmTransport() {
   window_->remove_user(this);
+  rank_->team()->remove_hook(this);
   // Copies wait for nobody: they end.
   if (stream_ != nullptr) (void)cudaStreamSynchronize(stream_);
   if (event_ != nullptr) (void)cudaEventDestroy(event_);
@@ -98,6 +103,38 @@ void DeviceSmTransport::quiet() {
         return status == cudaSuccess;
       },
       [] { return std::uint64_t{0}; }, pending_.puts, {.peer = -1, .op = op_});
+  settle();
+}
+
+void DeviceSmTransport::quiesce() {
+  merger_.clear();
+  const ScopedDevice scope(rank_->device());
+  PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream_));
+  const auto give_up = std::chrono::steady_clock::now() + rank_->team()->deadline();
+  while (true) {
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaSuccess) break;
+    if (status != cudaErrorNotReady) check(status, "cudaEventQuery");
+    if (std::chrono::steady_clock::now() > give_up) {
+      FaultRecord record;
+      record.rank = record.peer = rank_->team()->rank();
+      record.op = op_;
+      record.expected = pending_.puts;
+      record.waited_ns = static_cast<std::uint64_t>(rank_->team()->deadline().count());
+      record.cause = static_cast<std::uint32_t>(FaultCause::kTransport);
+      record.valid = 1;
+      throw Fault(record, "copies of this rank did not end");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  settle();
+}
+
+void DeviceSmTransport::resume(std::uint64_t floor) {
+  (void)floor;  // keeps no epochs of its own
+}
+
+void DeviceSmTransport::settle() noexcept {
   puts_ += pending_.puts;
   copies_ += pending_.copies;
   bytes_ += pending_.bytes;

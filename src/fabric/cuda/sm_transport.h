@@ -17,7 +17,7 @@ namespace penstock::cuda {
 // sm: every put is a launch of copy CTAs. direct: kernels store by themselves (put_block,
 // signal_block), this object keeps the books; put() with data is refused. Kernels that copy with
 // CTAs of their own use the same device functions and report through count_direct().
-class DeviceSmTransport : public Transport {
+class DeviceSmTransport : public Transport, public RearmHook {
  public:
   // Not collective. kind: kSm or kDirect. blocks: CTAs of one copy, 1 .. rank->sms().
   DeviceSmTransport(TransportKind kind, std::shared_ptr<DeviceRank> rank,
@@ -32,7 +32,15 @@ class DeviceSmTransport : public Transport {
   void count_direct(std::uint64_t bytes) noexcept override { direct_bytes_.fetch_add(bytes); }
   TransportCounters counters() const noexcept override;
 
+  // RearmHook: what was launched ends (copies wait for nobody) and is counted; what was held back
+  // to be merged belongs to the fault and is dropped.
+  void quiesce() override;
+  std::uint64_t highest_epoch() const override { return kNoEpoch; }
+  void resume(std::uint64_t floor) override;
+
  private:
+  void settle() noexcept;  // what was launched is done: into the books
+
   TransportKind kind_;
   std::shared_ptr<DeviceRank> rank_;
   std::shared_ptr<Window> window_;

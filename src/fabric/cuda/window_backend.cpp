@@ -17,7 +17,6 @@ namespace {
 // order their processes number them.
 struct DeviceCard {
   std::array<char, 16> uuid{};
-  std::uint64_t part = 0;  // address of the owner's shared_ptr, in-process teams
 };
 
 DeviceCard card_of(int device) {
@@ -72,12 +71,15 @@ std::shared_ptr<WindowMapping> DeviceWindowBackend::map(Team& team, std::uint64_
     own->device = device_;
     zero_device(own->mapping.data(), own->memory.bytes());
     card = card_of(device_);
-    card.part = reinterpret_cast<std::uint64_t>(&own);
   });
   std::vector<DeviceCard> cards(ranks);
   team.all_gather(std::as_bytes(std::span(&card, 1)), std::as_writable_bytes(std::span(cards)));
+  // Ranks of one process share the owner's part itself, processes a descriptor of its memory.
+  std::vector<std::shared_ptr<void>> shared;
   std::vector<UniqueFd> descriptors;
-  if (!team.in_process()) {
+  if (team.in_process()) {
+    shared = team.all_gather_shared(own);
+  } else {
     UniqueFd mine;
     collectively(team, [&] { mine = UniqueFd(own->memory.export_descriptor()); });
     descriptors = team.all_gather_descriptor(mine.get());
@@ -102,8 +104,7 @@ std::shared_ptr<WindowMapping> DeviceWindowBackend::map(Team& team, std::uint64_
         });
       }
       if (team.in_process()) {
-        mapping->parts_[r] =
-            *reinterpret_cast<std::shared_ptr<DeviceWindowMapping::Part>*>(cards[r].part);
+        mapping->parts_[r] = std::static_pointer_cast<DeviceWindowMapping::Part>(shared[r]);
         if (mapping->same_device_[r]) {
           mapping->bases_[r] = mapping->parts_[r]->mapping.data();
           continue;
@@ -120,7 +121,6 @@ std::shared_ptr<WindowMapping> DeviceWindowBackend::map(Team& team, std::uint64_
         cudaMalloc(reinterpret_cast<void**>(&mapping->device_bases_), ranks * sizeof(std::byte*)));
     write_device(mapping->device_bases_, mapping->bases_.data(), ranks * sizeof(std::byte*));
   });
-  team.barrier();  // peers read `own` through its address until here
   return mapping;
 }
 

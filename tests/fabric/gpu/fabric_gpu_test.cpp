@@ -382,6 +382,112 @@ TEST_P(FabricGpuTest, HostRaiseEndsDeviceWaits) {
   });
 }
 
+void raise_from(const TeamHandle& team, int rank) {
+  if (team->rank() == rank) {
+    // Not before the others have left the last barrier, which would throw.
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    FaultRecord record;
+    record.rank = record.peer = rank;
+    record.cause = static_cast<std::uint32_t>(FaultCause::kPeerDead);
+    record.valid = 1;
+    (void)team->raise(record);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  while (!team->faulted()) {
+    ASSERT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    std::this_thread::yield();
+  }
+}
+
+// The proxy sees the fault of one generation while the next one begins: it must not end the new
+// generation's waits.
+TEST_P(FabricGpuTest, WaitsAfterARearmAreNotEndedByTheOldFault) {
+  run([&](const TeamHandle& team) {
+    const auto rank = DeviceRank::create(team, device_of(team->rank()));
+    DeviceBuffer<std::uint64_t> word(std::vector<std::uint64_t>{0});
+    DeviceBuffer<std::uint32_t> status(std::vector<std::uint32_t>{9});
+    const ScopedStream stream;
+    rank->prepare(stream.handle);
+    for (std::uint64_t round = 1; round <= 40; ++round) {
+      team->barrier();
+      raise_from(team, static_cast<int>(round) % team->size());
+      team->rearm();
+      PENSTOCK_CUDA_CHECK(test::launch_wait(rank->guard_view(6), word.data(), round, 0,
+                                            status.data(), stream.handle));
+      rank->track(stream.handle);
+      std::this_thread::sleep_for(std::chrono::microseconds(400));  // several looks of the proxy
+      cuda::write_device(word.data(), &round, sizeof(round));
+      stream.wait();
+      std::uint32_t how = 9;
+      cuda::read_device(&how, status.data(), sizeof(how));
+      ASSERT_EQ(how, static_cast<std::uint32_t>(WaitStatus::kArrived)) << "round " << round;
+    }
+    team->barrier();
+  });
+}
+
+TEST_P(FabricGpuTest, AFaultDropsWhatTransportsHeldBack) {
+  run([&](const TeamHandle& team) {
+    const int device = device_of(team->rank());
+    const auto rank = DeviceRank::create(team, device);
+    const auto window = Window::create(
+        team, Layout("held", "", {{"all", 0, 1 << 16, 8, Access::kAll, Access::kAll}}),
+        cuda::device_window_backend(device));
+    DeviceCopyEngine engine(rank, window);
+    cuda::DeviceSmTransport copiers(TransportKind::kSm, rank, window, 1);
+    const std::uint64_t value = 41 + static_cast<std::uint64_t>(team->rank());
+    cuda::write_device(window->local(), &value, sizeof(value));
+    team->barrier();
+    PutDescriptor put;
+    put.peer = (team->rank() + 1) % team->size();
+    put.bytes = 8;
+    put.dst_offset = 4096;
+    copiers.put(put);
+    copiers.flush();  // launched: delivered and counted, whatever comes
+    put.dst_offset = 8192;
+    copiers.put(put);  // held back
+    team->barrier();
+    raise_from(team, 0);
+    EXPECT_THROW(engine.put(put), Fault);
+    EXPECT_THROW(copiers.put(put), Fault);
+    team->rearm();
+    EXPECT_EQ(copiers.counters().puts, 1U);
+    EXPECT_EQ(engine.counters().puts, 0U);
+    copiers.quiet();
+    engine.quiet();
+    team->barrier();
+    std::uint64_t got[2] = {};
+    cuda::read_device(&got[0], window->local() + 4096, 8);
+    cuda::read_device(&got[1], window->local() + 8192, 8);
+    const auto from = static_cast<std::uint64_t>((team->rank() + team->size() - 1) % team->size());
+    EXPECT_EQ(got[0], 41 + from);
+    EXPECT_EQ(got[1], 0U);
+    // Both transports work again.
+    put.dst_offset = 12288;
+    engine.put(put);
+    engine.quiet();
+    put.dst_offset = 16384;
+    copiers.put(put);
+    copiers.quiet();
+    team->barrier();
+    cuda::read_device(&got[0], window->local() + 12288, 8);
+    cuda::read_device(&got[1], window->local() + 16384, 8);
+    EXPECT_EQ(got[0], 41 + from);
+    EXPECT_EQ(got[1], 41 + from);
+    team->barrier();
+  });
+}
+
+TEST_P(FabricGpuTest, OneBadArgumentIsRefusedOnEveryRank) {
+  run([&](const TeamHandle& team) {
+    const auto rank = DeviceRank::create(team, device_of(team->rank()));
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_THROW(cuda::DevicePackets(rank, team->rank() == 1 ? 0 : 16), Error);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
+    team->barrier();
+  });
+}
+
 TEST_P(FabricGpuTest, WindowSizesAroundTheGranuleReachTheLastByte) {
   for (const std::int64_t off_granule : {-8, 0, 8}) {
     run([&](const TeamHandle& team) {
@@ -757,12 +863,23 @@ std::vector<int> run_processes(int ranks, const char* role, int port) {
   return ends;
 }
 
-TEST(FabricGpuProcessTest, ProcessesShareWindowsByDescriptor) {
-  for (const int status : run_processes(2, "exchange", 29611)) EXPECT_EQ(status, 0);
+class FabricGpuProcessCountTest : public testing::TestWithParam<int> {};
+// Ranks beyond the GPUs there are share one.
+TEST_P(FabricGpuProcessCountTest, ProcessesShareWindowsByDescriptor) {
+  const auto start = std::chrono::steady_clock::now();
+  for (const int status : run_processes(GetParam(), "exchange", 29611 + GetParam())) {
+    EXPECT_EQ(status, 0);
+  }
+  RecordProperty(
+      "seconds",
+      std::to_string(
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
 }
+INSTANTIATE_TEST_SUITE_P(Counts, FabricGpuProcessCountTest, testing::Values(2, 4, 8),
+                         testing::PrintToStringParamName());
 
 TEST(FabricGpuProcessTest, KilledProcessEndsTheSurvivorsKernel) {
-  const std::vector<int> ends = run_processes(2, "survive", 29612);
+  const std::vector<int> ends = run_processes(2, "survive", 29630);
   EXPECT_EQ(ends[0], 0);
   EXPECT_TRUE(WIFSIGNALED(ends[1]) && WTERMSIG(ends[1]) == SIGKILL);
 }
