@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "ops/moe_stage2/cuda/grouped_gemm_sm90.h"
+#include "ops/moe_stage2/cuda/post_sm90.cuh"
 #include "ops/sm90/mma.cuh"
 #include "ops/sm90/ptx.cuh"
 #include "penstock/numerics/block.h"
@@ -178,7 +179,11 @@ __device__ __forceinline__ void count_tiles(const GroupedGemmArgs& args, std::ui
     const std::int64_t word = static_cast<std::int64_t>(chunk) * kCounterStride;
     const std::uint32_t before = fetch_add_system(args.chunk_counters + word, 1);
     if (before + 1 == static_cast<std::uint32_t>(chunk_tiles * column_tiles)) {
-      store_release_system(args.chunk_flags + word, args.chunk_epoch);
+      if (args.chunk_flags != nullptr) {
+        store_release_system(args.chunk_flags + word, args.chunk_epoch);
+      }
+      chunk_completed(args.post, chunk_begin, chunk_begin + chunk_tiles,
+                      (tiles + args.tiles_per_chunk - 1) / args.tiles_per_chunk);
     }
   }
 }
@@ -382,6 +387,7 @@ __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint3
     }
   };
 
+  const bool odd = args.epoch != nullptr && penstock::parity_of(*args.epoch) != 0;
   std::uint32_t parities = 0;
   float scale_lane = 0.0f;
   if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
@@ -459,7 +465,8 @@ __device__ __forceinline__ void multiply(const GroupedGemmArgs& args, std::uint3
     const int column = load_shared_i32(facts + 4) + kGroup * kScaleBlock;
     if (column < args.hidden) {
       const std::uint32_t staging = shared + kStagingOffset + (kGroup * 4 + warp) * kStagingBytes;
-      unsigned char* address = place.run >= 0 ? args.runs.address(place) : nullptr;
+      unsigned char* address =
+          place.run >= 0 ? (odd ? args.runs_odd : args.runs).address(place) : nullptr;
       if constexpr (kWire == WireFormat::kBf16) {
         write_wave_bf16(sum[0], staging, 0, address, column);
         if (two_waves) write_wave_bf16(sum[1], staging, 1, address, column);
@@ -515,6 +522,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
     if (threadIdx.x == 0) {
       copy_operands(args, &act_map, &weight_map, shared, steps);
     } else if (threadIdx.x == 32 && args.chunk_counters != nullptr) {
+      if (tiles == 0 && blockIdx.x == 0) no_chunks(args.post);
       count_tiles(args, shared, tiles, steps);
     }
     __syncwarp();

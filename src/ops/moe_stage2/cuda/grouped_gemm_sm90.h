@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ops/moe_stage2/cuda/post_sm90.h"
 #include "penstock/ops/moe_stage2/plan.h"
 
 namespace penstock::moe_stage2 {
@@ -31,15 +32,21 @@ struct GroupedGemmArgs {
   const std::int32_t* tile_mate = nullptr;
   const RowPlace* place = nullptr;
   RunBases runs;
+  // The operator's two slots: with `epoch` (device memory) odd, rows go to runs_odd. Null: to runs.
+  RunBases runs_odd;
+  const std::uint64_t* epoch = nullptr;
 
   // Tiles [c * tiles_per_chunk, ...) are chunk c. Each finished CTA tile adds one to
   // chunk_counters[c * kCounterStride]; the addition that completes the chunk also stores
-  // chunk_epoch to chunk_flags[c * kCounterStride] with release order at system scope. Counters
-  // have to be zero at launch. Null: nobody waits for chunks.
+  // chunk_epoch to chunk_flags[c * kCounterStride] with release order at system scope (flags null:
+  // nothing), and posts the chunk. Counters have to be zero at launch. Null: nobody waits for
+  // chunks.
   std::uint32_t* chunk_counters = nullptr;
   std::uint32_t* chunk_flags = nullptr;
   std::uint32_t chunk_epoch = 0;
   std::int32_t tiles_per_chunk = 1;
+  // What the tile that completes a chunk does with it; needs chunk_counters.
+  ChunkPost post;
 };
 
 struct GroupedGemmMaps {

@@ -1,0 +1,103 @@
+// Posting finished chunks from inside the grouped GEMM: no thread, warp or SM of its own. The
+// addition that completes a chunk's counter does it, in the warp that counts.
+#pragma once
+
+#include "ops/moe_stage2/cuda/post_sm90.h"
+#include "penstock/fabric/signal_device.cuh"
+#include "penstock/fabric/transport_device.cuh"
+
+namespace penstock::moe_stage2 {
+
+// Stages of this operator's waits, for fault records.
+enum WaitStage : std::int32_t {
+  kStageReuse = 0,    // a peer has not consumed what the slot held before
+  kStageArrived = 1,  // a peer's rows have not come
+  kStageTable = 2,    // a peer's row table has not come
+  kStagePost = 3,     // the proxy's ring stayed full
+  kStageChunk = 4,    // a copy CTA waits for the GEMM's tiles
+};
+
+// Right neighbour first, so that not everybody starts with rank 0.
+__device__ __forceinline__ int peer_after(const ChunkPost& post, int step) {
+  const int peer = post.rank + step;
+  return peer < post.ranks ? peer : peer - post.ranks;
+}
+
+// Rows of tiles [first, last) for `peer` that have a reserved place, as one put.
+__device__ __forceinline__ PutDescriptor chunk_put(const ChunkPost& post, std::uint32_t slot,
+                                                   int peer, int first, int last) {
+  const auto reserved = static_cast<std::int32_t>(post.index.shape.reserved);
+  const RowRange range = rows_of_tiles(post.prefix, first, last, peer);
+  const std::int32_t end = range.end < reserved ? range.end : reserved;
+  PutDescriptor put;
+  put.peer = peer;
+  if (range.begin >= end) return put;
+  put.src_offset = post.index.send(slot, peer, static_cast<std::uint64_t>(range.begin));
+  put.dst_offset = post.index.landing(slot, post.rank, static_cast<std::uint64_t>(range.begin));
+  put.bytes = static_cast<std::uint64_t>(end - range.begin) * post.index.shape.row_bytes;
+  return put;
+}
+
+// Tells every peer that all rows of this call are there or on their way before this signal. Called
+// by one thread, after everything that it announces is ordered before it.
+__device__ __forceinline__ void announce_rows(const ChunkPost& post, const device::Guard& guard,
+                                              std::uint64_t epoch) {
+  if (*post.stop != 0) return;
+  const std::uint64_t word = post.index.arrived(parity_of(epoch), post.rank);
+#pragma unroll 1
+  for (int step = 1; step < post.ranks; ++step) {
+    const int peer = peer_after(post, step);
+    if (post.kind == PostKind::kCopyEngine) {
+      PutDescriptor put;
+      put.peer = peer;
+      put.signal_offset = word;
+      put.signal_epoch = epoch;
+      if (device::post(post.ring, put, guard, {peer, kStagePost, kArrived, 0}) !=
+          WaitStatus::kArrived) {
+        return;
+      }
+    } else {
+      device::store_release<device::Scope::kSystem>(
+          reinterpret_cast<std::uint64_t*>(post.window.bases[peer] + post.window.mapping_offset +
+                                           word),
+          epoch);
+    }
+  }
+}
+
+// Called by the one thread whose addition completed the chunk of tiles [first, last): an
+// acquire-release addition, so all rows of the chunk are ordered before this call. `chunks` is the
+// number of chunks of the call.
+__device__ __forceinline__ void chunk_completed(const ChunkPost& post, int first, int last,
+                                                int chunks) {
+  if (post.kind == PostKind::kNone) return;
+  const device::Guard guard(post.guard);
+  const std::uint64_t epoch = device::load_relaxed<device::Scope::kDevice>(post.epoch);
+  if (post.kind == PostKind::kCopyEngine) {
+#pragma unroll 1
+    for (int step = 1; step < post.ranks; ++step) {
+      const int peer = peer_after(post, step);
+      const PutDescriptor put = chunk_put(post, parity_of(epoch), peer, first, last);
+      if (put.bytes == 0) continue;
+      if (device::post(post.ring, put, guard, {peer, kStagePost, kSend, first}) !=
+          WaitStatus::kArrived) {
+        return;  // the chunk is never counted, so nobody is told that everything is there
+      }
+    }
+  }
+  // Descriptors are claimed in order: the signals of whoever completes the last chunk stand behind
+  // all chunks' rows.
+  ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_system> done(*post.chunks_done);
+  if (done.fetch_add(1, ::cuda::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(chunks)) {
+    announce_rows(post, guard, epoch);
+  }
+}
+
+// For a rank without a single tile: called by one thread of the launch.
+__device__ __forceinline__ void no_chunks(const ChunkPost& post) {
+  if (post.kind == PostKind::kNone) return;
+  const device::Guard guard(post.guard);
+  announce_rows(post, guard, device::load_relaxed<device::Scope::kDevice>(post.epoch));
+}
+
+}  // namespace penstock::moe_stage2
