@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "fabric/link_layout.h"
+#include "fabric/pattern.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/signal.h"
@@ -55,9 +56,9 @@ class Tester {
       transport->flush();
       for (int i = first(); i < ranks; ++i) {
         const int from = (me + i) % ranks;
-        backend_.wait(*window_, word(from), epoch, from);
-        const std::int64_t bad = backend_.first_mismatch(
-            *window_, slot(kLinkData, from), options_.bytes, seed_of(kind, round, from, me));
+        const std::int64_t bad =
+            backend_.receive(*window_, word(from), epoch, from, slot(kLinkData, from),
+                             options_.bytes, seed_of(kind, round, from, me));
         PairOutcome& found = outcome[static_cast<std::size_t>(from)];
         if (bad >= 0 && found.round < 0) {
           found.round = round;
@@ -165,8 +166,13 @@ FabricBackend cpu_fabric_backend() {
     auto* to = reinterpret_cast<std::uint64_t*>(window.base(rank) + offset);
     for (std::uint64_t i = 0; i < bytes / 8; ++i) to[i] = pattern_word(seed, i);
   };
-  out.first_mismatch = [](Window& window, std::uint64_t offset, std::uint64_t bytes,
-                          std::uint64_t seed) -> std::int64_t {
+  out.receive = [](Window& window, std::uint64_t signal_offset, std::uint64_t epoch, int peer,
+                   std::uint64_t offset, std::uint64_t bytes, std::uint64_t seed) -> std::int64_t {
+    WaitSite site;
+    site.peer = peer;
+    site.region = window.layout().region_at(signal_offset);
+    Guard(window.team())
+        .wait(reinterpret_cast<std::uint64_t*>(window.local() + signal_offset), epoch, site);
     const auto* at = reinterpret_cast<const std::uint64_t*>(window.local() + offset);
     for (std::uint64_t i = 0; i < bytes / 8; ++i) {
       // The first byte of the word that differs; little-endian, as all machines this runs on.
@@ -174,13 +180,6 @@ FabricBackend cpu_fabric_backend() {
       if (wrong != 0) return static_cast<std::int64_t>(i * 8) + std::countr_zero(wrong) / 8;
     }
     return -1;
-  };
-  out.wait = [](Window& window, std::uint64_t offset, std::uint64_t epoch, int peer) {
-    WaitSite site;
-    site.peer = peer;
-    site.region = window.layout().region_at(offset);
-    Guard(window.team())
-        .wait(reinterpret_cast<std::uint64_t*>(window.local() + offset), epoch, site);
   };
   return out;
 }

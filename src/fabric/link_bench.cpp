@@ -47,16 +47,17 @@ class Link {
       const auto start = Clock::now();
       if (sends) send(epoch);
       if (answers) {
-        backend_.wait(*window_, at(kLinkArrived, 1 - me), epoch, 1 - me);
+        wait(kLinkArrived, epoch);
         transport_->signal(1 - me, at(kLinkAnswered, me), epoch);
         transport_->flush();
       }
       if (sends) {
-        backend_.wait(*window_, at(kLinkAnswered, 1 - me), epoch, 1 - me);
+        wait(kLinkAnswered, epoch);
         if (s >= 0) us.push_back(us_since(start));
       }
       if (last && answers) {
-        correct = backend_.first_mismatch(*window_, at(kLinkData, 1 - me), bytes_, epoch) < 0;
+        correct = backend_.receive(*window_, at(kLinkArrived, 1 - me), epoch, 1 - me,
+                                   at(kLinkData, 1 - me), bytes_, epoch) < 0;
       }
     }
     transport_->quiet();
@@ -81,6 +82,10 @@ class Link {
   }
   std::uint64_t max_bytes() const {
     return window_->layout().region(kLinkData).bytes / static_cast<std::uint64_t>(team_.size());
+  }
+  void wait(int region, std::uint64_t epoch) {
+    const int peer = 1 - team_.rank();
+    (void)backend_.receive(*window_, at(region, peer), epoch, peer, 0, 0, 0);
   }
   void send(std::uint64_t epoch) {
     const int me = team_.rank();
@@ -135,17 +140,18 @@ std::vector<LinkPoint> bench_link(const TeamHandle& team, const FabricBackend& b
                                   const LinkBenchOptions& options) {
   require(team->size() >= 2, ErrorKind::kInvalidArgument,
           [] { return std::string("a link has two ends: give at least 2 ranks"); });
-  require(options.min_bytes >= 8 && options.min_bytes % 8 == 0 &&
-              options.max_bytes >= options.min_bytes && options.max_bytes <= (1ULL << 32),
-          ErrorKind::kInvalidArgument, [&] {
-            return fmt::format(
-                "sizes from {} to {} bytes: give multiples of 8, in order, up to "
-                "2^32",
-                options.min_bytes, options.max_bytes);
-          });
-  require(options.samples >= 1 && options.warm_up >= 0, ErrorKind::kInvalidArgument, [&] {
-    return fmt::format("{} samples after {} warm-up rounds: give at least 1 and 0", options.samples,
-                       options.warm_up);
+  collectively(*team, [&] {
+    require(options.min_bytes >= 8 && options.min_bytes % 8 == 0 &&
+                options.max_bytes >= options.min_bytes && options.max_bytes <= (1ULL << 32),
+            ErrorKind::kInvalidArgument, [&] {
+              return fmt::format(
+                  "sizes from {} to {} bytes: give multiples of 8, in order, up to 2^32",
+                  options.min_bytes, options.max_bytes);
+            });
+    require(options.samples >= 1 && options.warm_up >= 0, ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("{} samples after {} warm-up rounds: give at least 1 and 0",
+                         options.samples, options.warm_up);
+    });
   });
   const auto window =
       Window::create(team, link_layout(team->size(), options.max_bytes), backend.memory);
@@ -164,9 +170,11 @@ std::vector<LinkPoint> bench_link(const TeamHandle& team, const FabricBackend& b
 
 std::vector<AllReducePoint> bench_all_reduce(const TeamHandle& team, std::uint64_t width,
                                              int samples) {
-  require(width >= 1 && samples >= 1, ErrorKind::kInvalidArgument, [&] {
-    return fmt::format("all-reduce of rows of {} in {} samples: give at least 1 of each", width,
-                       samples);
+  collectively(*team, [&] {
+    require(width >= 1 && samples >= 1, ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("all-reduce of rows of {} in {} samples: give at least 1 of each", width,
+                         samples);
+    });
   });
   AllReduce reduce(team, 16 * width);
   std::vector<AllReducePoint> points;

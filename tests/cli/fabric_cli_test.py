@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,10 +21,40 @@ def run_cli(*arguments, expect=0, env=None):
     return done
 
 
+def run_processes(ranks, *arguments):
+    """One process a rank, as torchrun starts them; the standard output of each, in rank order."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [BINARY, *arguments, "--processes", "--backend", "cpu"],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    ended = [process.communicate(timeout=300) for process in started]
+    for process, (_, words) in zip(started, ended):
+        if process.returncode != 0:
+            raise AssertionError(f"{arguments}: exit code {process.returncode}: {words.decode()}")
+    return [output for output, _ in ended]
+
+
+def has_gpu():
+    return json.loads(run_cli("doctor", "--ranks", "1", "--bytes", "8", "--json").stdout)["gpus"]["usable"]
+
+
 class Doctor(unittest.TestCase):
     def test_every_transport_reaches_every_pair(self):
-        report = json.loads(run_cli("doctor", "--ranks", "3", "--bytes", "65536", "--json").stdout)
+        report = json.loads(
+            run_cli("doctor", "--backend", "cpu", "--ranks", "3", "--bytes", "65536", "--json").stdout
+        )
         self.assertTrue(report["ok"])
+        self.assertEqual(report["rank_kind"], "threads")
+        self.assertEqual(report["gpus"], {"usable": False, "reason": "--backend cpu"})
         self.assertEqual([t["transport"] for t in report["self_test"]], ["copy_engine", "sm", "direct"])
         for transport in report["self_test"]:
             self.assertEqual(len(transport["pairs"]), 6)
@@ -31,12 +62,31 @@ class Doctor(unittest.TestCase):
             self.assertEqual(transport["asked_bytes"], transport["moved_bytes"])
 
     def test_words(self):
-        text = run_cli("doctor", "--ranks", "1", "--bytes", "4096").stdout.decode()
+        text = run_cli("doctor", "--backend", "cpu", "--ranks", "1", "--bytes", "4096").stdout.decode()
         self.assertEqual(text.count("ok, signals follow data"), 3)
+
+    def test_processes(self):
+        first, second = run_processes(2, "doctor", "--bytes", "4096", "--json")
+        self.assertEqual(second, b"")
+        report = json.loads(first)
+        self.assertTrue(report["ok"])
+        self.assertEqual((report["ranks"], report["rank_kind"]), (2, "processes"))
+        self.assertEqual(len(report["self_test"]), 3)
+
+    def test_a_missing_gpu_is_said_and_never_passed_over(self):
+        if has_gpu():
+            self.skipTest("this machine has a usable GPU")
+        for command in (("doctor",), ("bench", "link")):
+            done = run_cli(*command, "--backend", "cuda", "--json", expect=77)
+            self.assertEqual(json.loads(done.stdout)["error"]["kind"], "unsupported")
+            self.assertIn(b"--backend cuda: ", done.stderr)
+        self.assertIn("GPUs: not used: ", run_cli("doctor", "--bytes", "8").stdout.decode())
 
     def test_refusals(self):
         run_cli("doctor", "--ranks", "0", expect=2)
         run_cli("doctor", "--ranks", "65", expect=2)
+        run_cli("doctor", "--ranks", "2", "--processes", expect=2)
+        run_cli("doctor", "--backend", "tpu", expect=2)
         done = run_cli("doctor", "--bytes", "12", "--json", expect=1)
         error = json.loads(done.stdout)["error"]
         self.assertEqual(error["kind"], "invalid_argument")
@@ -70,7 +120,10 @@ class BenchLink(unittest.TestCase):
     def test_lines_and_plot(self):
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
             plot = os.path.join(folder, "link.svg")
-            done = run_cli("bench", "link", "--max-bytes", "16384", "--samples", "3", "--plot", plot, "--json")
+            done = run_cli(
+                *("bench", "link", "--backend", "cpu", "--max-bytes", "16384", "--samples", "3"),
+                *("--plot", plot, "--json"),
+            )
             points = [json.loads(line) for line in done.stdout.splitlines()]
             link = [p for p in points if p["bench"] == "link"]
             self.assertEqual(len(link), 3 * 3 * 2)
@@ -85,15 +138,26 @@ class BenchLink(unittest.TestCase):
             for line in lines:
                 self.assertEqual(len(line.getAttribute("points").split()), 3)
 
+    def test_processes(self):
+        first, second = run_processes(2, "bench", "link", "--max-bytes", "4096", "--samples", "2", "--json")
+        self.assertEqual(second, b"")
+        points = [json.loads(line) for line in first.splitlines()]
+        self.assertEqual(len(points), 3 * 2 + 10)
+        self.assertEqual({p["rank_kind"] for p in points}, {"processes"})
+
     def test_words_and_refusals(self):
-        text = run_cli("bench", "link", "--max-bytes", "4096", "--samples", "2", "--width", "30").stdout.decode()
+        text = run_cli(
+            *("bench", "link", "--backend", "cpu", "--max-bytes", "4096", "--samples", "2", "--width", "30")
+        ).stdout.decode()
         self.assertIn("copy_engine", text)
         self.assertIn("two_shot", text)
         run_cli("bench", expect=2)
         run_cli("bench", "link", "--ranks", "1", expect=2)
         run_cli("bench", "link", "--min-bytes", "8192", "--max-bytes", "4096", expect=2)
         run_cli("bench", "link", "--min-bytes", "12", "--max-bytes", "24", expect=1)
-        run_cli("bench", "link", "--max-bytes", "4096", "--plot", "/nonexistent/link.svg", expect=1)
+        run_cli(
+            *("bench", "link", "--backend", "cpu", "--max-bytes", "4096", "--plot", "/nonexistent/link.svg"), expect=1
+        )
 
 
 if __name__ == "__main__":

@@ -26,23 +26,16 @@ struct FabricBackend {
   std::function<void(Window&, int rank, std::uint64_t offset, std::uint64_t bytes,
                      std::uint64_t seed)>
       fill;
-  // First byte of this rank's window at [offset, + bytes) that differs from the pattern, or -1.
-  std::function<std::int64_t(Window&, std::uint64_t offset, std::uint64_t bytes,
-                             std::uint64_t seed)>
-      first_mismatch;
-  // Waits (deadline, Fault) until this rank's word at `offset` is >= epoch; `peer` is its writer.
-  std::function<void(Window&, std::uint64_t offset, std::uint64_t epoch, int peer)> wait;
+  // Waits (deadline, Fault) until this rank's word at `signal_offset` is >= epoch; `peer` is its
+  // writer. Then whoever saw the signal compares [offset, + bytes) with the pattern of `seed` at
+  // once: first byte that differs, or -1. bytes == 0: the wait alone.
+  std::function<std::int64_t(Window&, std::uint64_t signal_offset, std::uint64_t epoch, int peer,
+                             std::uint64_t offset, std::uint64_t bytes, std::uint64_t seed)>
+      receive;
 };
 
 // The CPU's: host memory, all three transports.
 FabricBackend cpu_fabric_backend();
-
-// 8-byte word i of the pattern: differs between seeds, positions and after shifts.
-PENSTOCK_HOST_DEVICE constexpr std::uint64_t pattern_word(std::uint64_t seed, std::uint64_t i) {
-  std::uint64_t x = seed * 0x9e3779b97f4a7c15ULL + i * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ x >> 31) * 0x94d049bb133111ebULL;
-  return x ^ x >> 29;
-}
 
 struct SelfTestOptions {
   std::uint64_t bytes = 1 << 20;  // a message; a multiple of 8

@@ -1,8 +1,8 @@
-#include "link_kernels_sm90.h"
+#include "fabric/cuda/link_kernels_sm90.h"
 #include "penstock/fabric/signal_device.cuh"
 #include "penstock/fabric/transport_device.cuh"
 
-namespace penstock::bench {
+namespace penstock::cuda {
 namespace {
 
 using device::Guard;
@@ -23,13 +23,20 @@ __global__ void measure_kernel(const __grid_constant__ EchoArgs args) {
     if (args.ring.slots == nullptr) {
       device::store_release<Scope::kSystem>(args.peer_word, epoch);
     } else {
-      for (int i = 0; i < args.burst && status == WaitStatus::kArrived; ++i) {
+      const auto put_at = [&](int i) {
         PutDescriptor put = args.put;
         put.src_offset += static_cast<std::uint64_t>(i) * args.stride;
         put.dst_offset += static_cast<std::uint64_t>(i) * args.stride;
         put.signal_epoch = epoch;
         if (i + 1 != args.burst) put.signal_offset = kNoSignal;
-        status = device::post(args.ring, put, guard, {put.peer, 0, -1, i});
+        return put;
+      };
+      if (args.together) {
+        status = device::post_many(args.ring, args.burst, put_at, guard, {args.put.peer, 0, -1, 0});
+      } else {
+        for (int i = 0; i < args.burst && status == WaitStatus::kArrived; ++i) {
+          status = device::post(args.ring, put_at(i), guard, {args.put.peer, 0, -1, i});
+        }
       }
       if (status != WaitStatus::kArrived) break;
     }
@@ -146,4 +153,4 @@ cudaError_t load_link_kernels() {
   return cudaFuncGetAttributes(&attributes, busy_kernel);
 }
 
-}  // namespace penstock::bench
+}  // namespace penstock::cuda

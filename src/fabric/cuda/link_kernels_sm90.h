@@ -7,7 +7,7 @@
 
 #include "penstock/fabric/device_views.h"
 
-namespace penstock::bench {
+namespace penstock::cuda {
 
 // Rank 0 measures, rank 1 answers. Cycles of one SM are turned into time by the wall clock read at
 // both ends.
@@ -22,6 +22,7 @@ struct EchoArgs {
   std::uint64_t first = 1;               // epoch of the first round
   int rounds = 1;
   int burst = 1;  // descriptors posted before the measuring rank waits; only the last one signals
+  bool together = false;            // the burst by one post_many() instead of one post() each
   std::uint64_t stride = 0;         // bytes between the descriptors of a burst, at both ends
   std::uint32_t* cycles = nullptr;  // [rounds] of the measuring rank
   std::uint64_t* clock = nullptr;   // [4] cycles and nanoseconds at start and end
@@ -59,4 +60,4 @@ double busy_flop(const BusyArgs& args, int blocks);
 
 cudaError_t load_link_kernels();
 
-}  // namespace penstock::bench
+}  // namespace penstock::cuda
