@@ -6,9 +6,11 @@
 #include <cstring>
 #include <vector>
 
+#include "ops/moe_stage2/operands.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/signal.h"
+#include "penstock/ops/moe_stage2/heuristics.h"
 #include "penstock/ops/moe_stage2/layout.h"
 #include "penstock/ops/moe_stage2/moe_stage2.h"
 #include "penstock/ops/moe_stage2/plan.h"
@@ -33,10 +35,11 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
         return fmt::format("moe_stage2: the shape has {} ranks, the team {}", shape_.ranks,
                            team_->size());
       });
-      require(options_.tiles_per_chunk >= 1, ErrorKind::kInvalidArgument, [&] {
-        return fmt::format("moe_stage2: tiles_per_chunk is {}; give at least 1",
+      require(options_.tiles_per_chunk >= 0, ErrorKind::kInvalidArgument, [&] {
+        return fmt::format("moe_stage2: tiles_per_chunk is {}; give at least 1, or 0 to choose",
                            options_.tiles_per_chunk);
       });
+      if (options_.tiles_per_chunk == 0) options_.tiles_per_chunk = choose_tiles_per_chunk(shape_);
       layout_ = window_layout(shape_, staged(options_));
     });
     window_ = Window::create(team_, layout_, cpu_window_backend());
@@ -60,11 +63,14 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
   }
 
   void run(Stream, const Operands& o) override {
-    check(o);
+    check_operands(o, shape_);
     team_->check();
     const PlanOutputs& plan = make_plan(o);
     const std::uint64_t epoch = window_->epochs().next();
-    for_peers([&](int peer) { wait(kConsumed, peer, reuse_epoch(epoch)); });
+    for_peers([&](int peer) {
+      wait(kConsumed, peer, epoch, reuse_epoch(epoch));
+      if (spills_) wait(kConsumed, peer, epoch - 1, epoch - 1);
+    });
     send_tables(plan, epoch);
     multiply(o, plan, epoch);
     for_peers([&](int peer) {
@@ -106,8 +112,9 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     return reinterpret_cast<std::uint64_t*>(window_->local() + offset);
   }
 
-  void wait(WindowRegion region, int peer, std::uint64_t reached) {
-    const std::uint32_t slot = parity_of(window_->epochs().last());
+  // For the word of the slot that the call `of` uses.
+  void wait(WindowRegion region, int peer, std::uint64_t of, std::uint64_t reached) {
+    const std::uint32_t slot = parity_of(of);
     WaitSite site;
     site.peer = peer;
     site.op = guard_.op();
@@ -117,31 +124,6 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     guard_.wait(
         word(region == kConsumed ? index_.consumed(slot, peer) : index_.arrived(slot, peer)),
         reached, site);
-  }
-
-  void check(const Operands& o) const {
-    const auto need = [](bool ok, const char* what) {
-      require(ok, ErrorKind::kInvalidArgument, [&] { return fmt::format("moe_stage2: {}", what); });
-    };
-    require(o.tokens >= 0 && o.tokens <= shape_.max_tokens_per_rank, ErrorKind::kInvalidArgument,
-            [&] {
-              return fmt::format(
-                  "moe_stage2: {} tokens; the operator was built for 0 to {} (max_tokens_per_rank)",
-                  o.tokens, shape_.max_tokens_per_rank);
-            });
-    need(o.expert_rows != nullptr, "expert_rows is null");
-    need(o.tiles == 0 ||
-             (o.origin != nullptr && o.gemm.act != nullptr && o.gemm.act_scales != nullptr),
-         "origin, act or act_scales is null");
-    need(o.tiles == 0 || (o.gemm.weight != nullptr && o.gemm.weight_scales != nullptr),
-         "weight or weight_scales of the experts is null");
-    need(o.tokens == 0 || (o.weight != nullptr && o.out != nullptr), "weight or out is null");
-    require(o.gemm.hidden == shape_.hidden && o.gemm.intermediate == shape_.intermediate,
-            ErrorKind::kInvalidArgument, [&] {
-              return fmt::format(
-                  "moe_stage2: operands are {} x {}, the operator was built for {} x {}",
-                  o.gemm.hidden, o.gemm.intermediate, shape_.hidden, shape_.intermediate);
-            });
   }
 
   const PlanOutputs& make_plan(const Operands& o) {
@@ -156,13 +138,12 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     const PlanOutputs& plan = plan_->plan(in);
     require(*plan.fault == kPlanWhole, ErrorKind::kInvalidArgument,
             [&] { return "moe_stage2: " + describe_plan_fault(*plan.fault); });
-    std::int64_t spilled = 0;
+    spills_ = false;
     for (int d = 0; d < shape_.ranks; ++d) {
       const auto i = static_cast<std::size_t>(d);
       facts_.rows[i] = plan.prefix[*plan.tile_count * kMaxRanks + d];
       facts_.spilled[i] = std::max<std::int64_t>(0, facts_.rows[i] - in.reserved);
-      spill_begin_[i] = spilled;
-      spilled += facts_.spilled[i];
+      spills_ = spills_ || facts_.spilled[i] > 0;
     }
     return plan;
   }
@@ -182,7 +163,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     const std::uint32_t slot = parity_of(epoch);
     for (int d = 0; d < shape_.ranks; ++d) {
       const auto i = static_cast<std::size_t>(d);
-      const TableHead head{facts_.rows[i], spill_begin_[i]};
+      const TableHead head{facts_.rows[i]};
       const auto entries = static_cast<std::uint64_t>(head.rows) * sizeof(std::int32_t);
       const std::uint64_t there = index_.landing_table(slot, rank_);
       const std::uint64_t here = index_.send_table(slot, d);
@@ -206,11 +187,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     const std::uint32_t slot = parity_of(epoch);
     const int d = place.run % kMaxRanks;
     const auto row = static_cast<std::uint64_t>(place.row);
-    if (place.run >= kMaxRanks) {
-      return window_->local() +
-             index_.spill(
-                 slot, static_cast<std::uint64_t>(spill_begin_[static_cast<std::size_t>(d)]) + row);
-    }
+    if (place.run >= kMaxRanks) return window_->local() + index_.spill(d, row);
     if (d == rank_ || !staged(options_)) return window_->base(d) + index_.landing(slot, rank_, row);
     return window_->local() + index_.send(slot, d, row);
   }
@@ -275,7 +252,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     };
     invert(rank_);
     for_peers([&](int peer) {
-      wait(kArrived, peer, epoch);
+      wait(kArrived, peer, epoch, epoch);
       invert(peer);
     });
   }
@@ -284,12 +261,9 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     const std::uint32_t slot = parity_of(epoch);
     const int source = place.run % kMaxRanks;
     const auto row = static_cast<std::uint64_t>(place.row);
-    const std::byte* at =
-        place.run < kMaxRanks
-            ? window_->local() + index_.landing(slot, source, row)
-            : window_->base(source) +
-                  index_.spill(
-                      slot, static_cast<std::uint64_t>(head_of(source, epoch).spill_begin) + row);
+    const std::byte* at = place.run < kMaxRanks
+                              ? window_->local() + index_.landing(slot, source, row)
+                              : window_->base(source) + index_.spill(rank_, row);
     return reinterpret_cast<const unsigned char*>(at);
   }
 
@@ -320,13 +294,14 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
   std::unique_ptr<HostPlan> plan_;
   std::vector<RowPlace> inverse_;  // [max_tokens_per_rank, top_k]
   CallFacts facts_;
-  std::array<std::int64_t, kMaxRanks> spill_begin_{};
+  bool spills_ = false;  // this call has rows past a reservation
 };
 
 }  // namespace
 
 std::uint64_t window_bytes(const Shape& shape, const Options& options) {
-  return window_layout(shape, staged(options)).total_bytes();
+  const TransportKind kind = options.choose_transport ? choose_transport(shape) : options.transport;
+  return window_layout(shape, kind != TransportKind::kDirect).total_bytes();
 }
 
 std::unique_ptr<MoeStage2> make_cpu_moe_stage2(TeamHandle team, const Shape& shape,

@@ -12,7 +12,7 @@ WindowShape window_shape(const Shape& shape, bool staged) {
   window.row_bytes = static_cast<std::uint64_t>(wire_row_bytes(shape.hidden, shape.wire));
   window.reserved = static_cast<std::uint64_t>(reserved);
   window.staged = staged ? window.reserved : 0;
-  window.spill = reserved < pair ? static_cast<std::uint64_t>(worst_rows_per_rank(shape)) : 0;
+  window.spill = static_cast<std::uint64_t>(pair - reserved);
   window.table_rows = static_cast<std::uint64_t>(pair);
   return window;
 }

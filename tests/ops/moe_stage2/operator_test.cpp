@@ -4,17 +4,15 @@
 
 #include <atomic>
 #include <chrono>
-#include <cmath>
-#include <map>
 #include <random>
 #include <thread>
 #include <tuple>
 
+#include "ops/moe_stage2/world.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/team.h"
 #include "penstock/ops/moe_stage2/moe_stage2.h"
-#include "penstock/ops/moe_stage2/routing.h"
 
 namespace penstock::moe_stage2 {
 namespace {
@@ -34,100 +32,6 @@ Shape make_shape(int ranks, int local, int top_k, std::int64_t tokens, double sl
   s.wire = wire;
   return s;
 }
-
-// All ranks' operands of one call and what each has to get, made without plan or window.
-class World {
- public:
-  World(const Shape& shape, Pattern pattern, std::uint64_t seed, int call)
-      : shape_(shape), routing_(make_routing(shape, pattern, seed, call)) {
-    std::mt19937_64 random(seed + 977 * static_cast<std::uint64_t>(call));
-    std::normal_distribution<float> normal;
-    const auto values = [&](std::size_t count) {
-      std::vector<E4M3> list(count);
-      for (auto& x : list) x = E4M3::from_float(100.0f * normal(random));
-      return list;
-    };
-    const auto scales = [&](std::size_t count) {
-      std::vector<float> list(count);
-      for (auto& x : list) x = std::exp(normal(random));
-      return list;
-    };
-    for (int r = 0; r < shape.ranks; ++r) {
-      Rank& rank = ranks_.emplace_back();
-      rank.rows = rows_at(routing_, r);
-      rank.act = values(rank.rows.origin.size() * 128);
-      rank.act_scales = scales(rank.rows.origin.size());
-      rank.weight = values(static_cast<std::size_t>(shape.experts_per_rank()) * 128 * 128);
-      rank.weight_scales = scales(static_cast<std::size_t>(shape.experts_per_rank()));
-      rank.slot_weight = scales(static_cast<std::size_t>(routing_.tokens(r) * shape.top_k));
-      rank.out.assign(static_cast<std::size_t>(routing_.tokens(r)) * 128, Bf16::from_bits(0xA5A5));
-    }
-  }
-
-  Operands operands(int r) {
-    Rank& rank = ranks_[static_cast<std::size_t>(r)];
-    Operands o;
-    o.gemm = gemm(rank);
-    o.expert_rows = rank.rows.expert_rows.data();
-    o.origin = rank.rows.origin.data();
-    o.tiles = rank.rows.tiles();
-    o.weight = rank.slot_weight.data();
-    o.tokens = routing_.tokens(r);
-    o.out = rank.out.data();
-    return o;
-  }
-
-  void expect_right(int r, const std::string& what) {
-    // (token, slot) -> wire row, straight from the sources' origins.
-    std::map<std::pair<int, int>, std::vector<unsigned char>> rows;
-    for (Rank& source : ranks_) {
-      std::size_t row = 0;
-      for (std::size_t e = 0; e < source.rows.expert_rows.size(); ++e) {
-        for (std::int32_t i = 0; i < source.rows.expert_rows[e]; ++i, ++row) {
-          const RowOrigin origin = source.rows.origin[row];
-          if (origin.rank != r) continue;
-          auto& bytes = rows[{origin.token, origin.slot}];
-          bytes.resize(static_cast<std::size_t>(wire_row_bytes(128, shape_.wire)));
-          write_row(gemm(source), static_cast<std::int64_t>(row), static_cast<std::int32_t>(e),
-                    shape_.wire, bytes.data());
-        }
-        row = (row + kTileRows - 1) / kTileRows * kTileRows;
-      }
-    }
-    const Rank& rank = ranks_[static_cast<std::size_t>(r)];
-    std::vector<const unsigned char*> slots(static_cast<std::size_t>(shape_.top_k));
-    for (int t = 0; t < routing_.tokens(r); ++t) {
-      for (int k = 0; k < shape_.top_k; ++k)
-        slots[static_cast<std::size_t>(k)] = rows.at({t, k}).data();
-      for (int c = 0; c < 128; ++c) {
-        const Bf16 want = combine_element(slots.data(), rank.slot_weight.data() + t * shape_.top_k,
-                                          shape_.top_k, 128, shape_.wire, c);
-        ASSERT_EQ(rank.out[static_cast<std::size_t>(t * 128 + c)].bits, want.bits)
-            << what << ": rank " << r << " token " << t << " column " << c;
-      }
-    }
-  }
-
- private:
-  struct Rank {
-    SourceRows rows;
-    std::vector<E4M3> act, weight;
-    std::vector<float> act_scales, weight_scales, slot_weight;
-    std::vector<Bf16> out;
-  };
-  static GemmOperands gemm(const Rank& rank) {
-    return {rank.act.data(),
-            rank.act_scales.data(),
-            static_cast<std::int64_t>(rank.rows.origin.size()),
-            rank.weight.data(),
-            rank.weight_scales.data(),
-            128,
-            128};
-  }
-  Shape shape_;
-  Routing routing_;
-  std::vector<Rank> ranks_;
-};
 
 // `calls` calls with fresh data and routing each, checked after each; all ranks share the worlds.
 void run_calls(const Shape& shape, Pattern pattern, const Options& options, int calls,

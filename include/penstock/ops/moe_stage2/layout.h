@@ -16,15 +16,15 @@ struct WindowShape {
   std::uint64_t row_bytes = 0;
   std::uint64_t reserved = 0;  // rows that one source may land here
   std::uint64_t staged = 0;    // `reserved` where transports read from the window, 0 for direct
-  std::uint64_t spill =
-      0;  // rows of this rank that wait to be fetched because they passed a reservation
+  // Rows for one destination that wait to be fetched because they passed the reservation: a pair's
+  // worst case less the reservation.
+  std::uint64_t spill = 0;
   std::uint64_t table_rows = 0;  // entries of one row table: a pair's worst case
 };
 
 // Head of a row table, on a line of its own before the entries.
 struct TableHead {
-  std::int64_t rows = 0;         // of the run, spilled ones included
-  std::int64_t spill_begin = 0;  // first spilled row of the run in the source's spill region
+  std::int64_t rows = 0;  // of the run, spilled ones included
 };
 
 enum WindowRegion : int {
@@ -59,10 +59,12 @@ inline constexpr RegionTable<WindowShape, 7> kWindowTable{
      // [slot][source] row tables
      {"landing_table", [](const WindowShape& s) { return kSlots * s.ranks * table_bytes(s); },
       kLineBytes, Access::kPeers, Access::kOwner},
-     // [slot][spill rows]: written here, read by the destinations where it is
-     {"spill", [](const WindowShape& s) { return kSlots * s.spill * s.row_bytes; }, 1024,
+     // [destination][spill rows]: written here, read by the destinations where it is. One slot: a
+     // call that spills waits until the call before it is consumed, skew costs time and not memory.
+     {"spill", [](const WindowShape& s) { return s.ranks * s.spill * s.row_bytes; }, 1024,
       Access::kOwner, Access::kPeers},
-     // [slot][source] u64 epochs: everything of the call from `source` is there
+     // [slot][source] u64 epochs: everything of the call from `source` is there; beside it, where
+     // tables travel by themselves (cuda), the same for the table alone
      {"arrived", [](const WindowShape& s) { return kSlots * s.ranks * kLineBytes; }, kLineBytes,
       Access::kPeers, Access::kOwner},
      // [slot][peer] u64 epochs: `peer` has read everything that this rank sent or spilled
@@ -85,8 +87,9 @@ struct WindowIndex {
                                                        std::uint64_t row) const {
     return at.offset[kLanding] + (pair(slot, source) * shape.reserved + row) * shape.row_bytes;
   }
-  PENSTOCK_HOST_DEVICE constexpr std::uint64_t spill(std::uint32_t slot, std::uint64_t row) const {
-    return at.offset[kSpill] + (slot * shape.spill + row) * shape.row_bytes;
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t spill(int destination, std::uint64_t row) const {
+    return at.offset[kSpill] +
+           (static_cast<std::uint64_t>(destination) * shape.spill + row) * shape.row_bytes;
   }
   PENSTOCK_HOST_DEVICE constexpr std::uint64_t send_table(std::uint32_t slot, int peer) const {
     return at.offset[kSendTable] + pair(slot, peer) * table_bytes(shape);
@@ -97,14 +100,16 @@ struct WindowIndex {
   PENSTOCK_HOST_DEVICE constexpr std::uint64_t arrived(std::uint32_t slot, int source) const {
     return at.offset[kArrived] + pair(slot, source) * kLineBytes;
   }
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t table_arrived(std::uint32_t slot, int source) const {
+    return arrived(slot, source) + sizeof(std::uint64_t);
+  }
   PENSTOCK_HOST_DEVICE constexpr std::uint64_t consumed(std::uint32_t slot, int peer) const {
     return at.offset[kConsumed] + pair(slot, peer) * kLineBytes;
   }
 };
 
-// `staged`: whether rows pass through the send region. Spilled rows of a call never exceed what one
-// rank can receive at worst, so that is the spill region's size, and none where a reservation
-// already holds a pair's worst case.
+// `staged`: whether rows pass through the send region. No spill region where a reservation already
+// holds a pair's worst case.
 WindowShape window_shape(const Shape& shape, bool staged);
 WindowIndex window_index(const WindowShape& shape);
 // For printing, digests and allocation; throws InvalidArgument when the shape is refused.

@@ -1,0 +1,25 @@
+// Choices from the shape alone: pure functions, the same on every rank.
+#pragma once
+
+#include <cstdint>
+
+#include "penstock/fabric/transport.h"
+#include "penstock/ops/moe_stage2/shape.h"
+
+namespace penstock::moe_stage2 {
+
+// Bytes to one peer that a chunk aims at: a copy engine moves 1.4 MB at 60% of its rate and longer
+// ones better, while a chunk's rows wait for its last tile.
+inline constexpr double kChunkBytes = 1.4e6;
+
+// Tiles whose rows leave together: kChunkBytes to each peer where rows spread evenly over the
+// ranks, 1 to 64.
+std::int32_t choose_tiles_per_chunk(const Shape& shape);
+
+// From so many tokens a rank on `auto` takes the copy engine; below, direct stores.
+inline constexpr std::int64_t kCopyEngineFromTokens = 1024;
+// What `auto` takes on cuda with one rank a GPU, by max_tokens_per_rank: the crossovers measured on
+// H200s (docs/moe-stage2.md).
+TransportKind choose_transport(const Shape& shape);
+
+}  // namespace penstock::moe_stage2

@@ -1,0 +1,65 @@
+// The receiver's inverse table: (token, slot) to row, from the peers' row tables.
+#include "ops/moe_stage2/cuda/operator_kernels.h"
+#include "ops/moe_stage2/cuda/post_sm90.cuh"
+
+namespace penstock::moe_stage2 {
+namespace {
+
+constexpr int kThreads = 512;
+
+// blockIdx.x is a source, blockIdx.y a part of its table.
+__global__ void __launch_bounds__(kThreads) invert_sm90(const __grid_constant__ InvertArgs a) {
+  if (a.state->stop != 0) return;
+  const device::Guard guard(a.guard);
+  const std::uint64_t epoch = a.state->epoch;
+  const std::uint32_t slot = parity_of(epoch);
+  const int source = static_cast<int>(blockIdx.x);
+  if (source != a.rank) {
+    const auto* word =
+        reinterpret_cast<const std::uint64_t*>(a.window + a.index.table_arrived(slot, source));
+    if (device::wait_epoch_block<device::Scope::kSystem>(
+            word, epoch, guard,
+            {source, kStageTable, kArrived,
+             static_cast<std::int32_t>(a.index.pair(slot, source))}) != WaitStatus::kArrived) {
+      if (threadIdx.x == 0) {
+        ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_device>(a.state->stop)
+            .store(1, ::cuda::memory_order_relaxed);
+      }
+      return;
+    }
+  }
+  const std::byte* table = a.window + a.index.landing_table(slot, source);
+  const auto* entries = reinterpret_cast<const std::int32_t*>(table + kLineBytes);
+  const std::int64_t sent = reinterpret_cast<const TableHead*>(table)->rows;
+  const auto most = static_cast<std::int64_t>(a.index.shape.table_rows);
+  const std::int64_t rows = sent < most ? sent : most;
+  const auto reserved = static_cast<std::int64_t>(a.index.shape.reserved);
+  for (std::int64_t i = blockIdx.y * static_cast<std::int64_t>(kThreads) + threadIdx.x; i < rows;
+       i += static_cast<std::int64_t>(gridDim.y) * kThreads) {
+    const std::int32_t entry = entries[i];
+    if (entry < 0 || entry >= a.slots) {
+      a.report->origin_fault = kPlanBadOrigin;
+      continue;
+    }
+    a.inverse[entry] = place_of(source, i, reserved);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_invert_sm90(const InvertArgs& args, const Residency& where,
+                               cudaStream_t stream) {
+  const auto ranks = static_cast<unsigned>(args.ranks);
+  // 8 parts of 512 threads invert 8192 rows of a source with two entries a thread.
+  const unsigned most = where.shared ? static_cast<unsigned>(where.sms) / ranks : 8;
+  const unsigned parts = most < 1 ? 1 : (most < 8 ? most : 8);
+  invert_sm90<<<dim3(ranks, parts), kThreads, where.shared ? kWholeSmBytes : 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t load_invert_sm90() {
+  return cudaFuncSetAttribute(invert_sm90, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kWholeSmBytes);
+}
+
+}  // namespace penstock::moe_stage2
