@@ -15,6 +15,8 @@
 #include <random>
 
 #include "a2a_gemm_script.h"
+#include "cli/bench/report.h"
+#include "cli/bench/rounds.h"
 #include "core/cuda/device_buffer.h"
 #include "cublaslt_baseline.h"
 #include "device_fill.h"
@@ -31,7 +33,6 @@ namespace {
 
 using namespace a2a_gemm;
 using cuda::DeviceBuffer;
-using Json = nlohmann::json;
 
 struct Options {
   std::int32_t hidden = 8192;
@@ -47,11 +48,6 @@ struct Options {
   std::string commit;
   bool check = true;
 };
-
-double quantile(std::vector<double> v, double q) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<std::size_t>(q * static_cast<double>(v.size() - 1) + 0.5)];
-}
 
 struct Variant {
   std::string name;
@@ -384,25 +380,21 @@ class Runner {
 
   template <typename Prepare>
   void run_rounds(std::vector<Variant>& variants, int rounds, Prepare&& prepare) {
-    for (int round = -2; round < rounds; ++round) {
-      // Another variant starts each round: none always runs behind the same one.
-      const std::size_t shift = static_cast<std::size_t>(round + 2) % variants.size();
-      for (std::size_t i = 0; i < variants.size(); ++i) {
-        Variant& v = variants[(i + shift) % variants.size()];
-        if (v.name.rfind("scripted", 0) == 0) prepare();
-        // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
-        PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), round & 0xff, scrub_.bytes(), stream_));
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(begin_, stream_));
-        PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(script_stream_, begin_, 0));
-        v.run(stream_);
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(end_, stream_));
-        PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
-        PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(script_stream_));
-        float ms = 0.0f;
-        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
-        if (round >= 0) v.us.push_back(1e3 * static_cast<double>(ms));
-      }
-    }
+    Rounds{variants.size(), 2, rounds}.run([&](std::size_t i, bool kept) {
+      Variant& v = variants[i];
+      if (v.name.rfind("scripted", 0) == 0) prepare();
+      // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
+      PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), 0, scrub_.bytes(), stream_));
+      PENSTOCK_CUDA_CHECK(cudaEventRecord(begin_, stream_));
+      PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(script_stream_, begin_, 0));
+      v.run(stream_);
+      PENSTOCK_CUDA_CHECK(cudaEventRecord(end_, stream_));
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(script_stream_));
+      float ms = 0.0f;
+      PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+      if (kept) v.us.push_back(1e3 * static_cast<double>(ms));
+    });
   }
 
   void report(const Shape& shape, std::int32_t sequence, const Config& config,
@@ -418,7 +410,8 @@ class Runner {
         shape.columns, shape.ranks * shape.depth, config.row_block_rows, config.band, error,
         correct ? "ok" : "WRONG");
     for (const Variant& v : variants) {
-      const double median = quantile(v.us, 0.5);
+      const Quantiles times = quantiles(v.us);
+      const double median = times.median_us;
       Json line{{"bench", "a2a_gemm"},
                 {"commit", options_.commit},
                 {"machine", properties_.name},
@@ -432,14 +425,11 @@ class Runner {
                 {"row_block_rows", config.row_block_rows},
                 {"band", config.band},
                 {"variant", v.name},
-                {"method", "one GPU, interleaved rounds, cuda events, L2 scrubbed before each"},
-                {"samples", v.us.size()},
-                {"median_us", median},
-                {"p10_us", quantile(v.us, 0.1)},
-                {"p90_us", quantile(v.us, 0.9)},
-                {"tflops", work / median * 1e-6},
-                {"relative_error", error},
-                {"correct", correct}};
+                {"method", "one GPU, interleaved rounds, cuda events, L2 scrubbed before each"}};
+      add_times(line, times);
+      line["tflops"] = work / median * 1e-6;
+      line["relative_error"] = error;
+      line["correct"] = correct;
       std::string more;
       if (dense_us > 0.0) {
         line["of_cublaslt"] = dense_us / median;
@@ -454,8 +444,8 @@ class Runner {
       }
       json << line.dump() << "\n";
       std::cerr << fmt::format("  {:36} {:8.1f} us (p10 {:.1f} p90 {:.1f}) {:5.0f} TFLOPS{}\n",
-                               v.name, median, quantile(v.us, 0.1), quantile(v.us, 0.9),
-                               work / median * 1e-6, more);
+                               v.name, median, times.p10_us, times.p90_us, work / median * 1e-6,
+                               more);
     }
     json.flush();
   }

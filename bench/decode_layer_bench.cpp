@@ -20,6 +20,7 @@
 #include <set>
 #include <vector>
 
+#include "cli/bench/rounds.h"
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
 #include "decode_layer_fill.h"
@@ -32,6 +33,7 @@ namespace {
 
 using namespace penstock;
 using namespace penstock::decode;
+using bench::quantile;
 using cuda::DeviceBuffer;
 
 constexpr double kBandwidth = 4484e9;  // bytes/s: copy rate of one H200, see docs/performance.md
@@ -48,11 +50,6 @@ struct Settings {
   bool timeline = false;
   std::string output;
 };
-
-double quantile(std::vector<double> v, double q) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<std::size_t>(q * static_cast<double>(v.size() - 1) + 0.5)];
-}
 
 struct Bench {
   Settings settings;

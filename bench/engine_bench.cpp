@@ -21,6 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/bench/report.h"
+#include "cli/bench/rounds.h"
 #include "machine_rates.h"
 #include "ops/cpu/linear.h"
 #include "penstock/core/error.h"
@@ -44,25 +46,6 @@ struct Arguments {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-struct Quantiles {
-  double median, p10, p90, best;
-};
-Quantiles quantiles(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const auto at = [&](double q) {
-    return values[static_cast<std::size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
-  };
-  return {at(0.5), at(0.1), at(0.9), values.front()};
-}
-
-std::string processor() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
-  }
-  return "unknown";
 }
 
 // Attention and indexer FLOP of one token at a position, all layers.
@@ -165,8 +148,8 @@ int run(const Arguments& arguments) {
     require(json.good(), ErrorKind::kBackend,
             [&] { return fmt::format("cannot write {}", arguments.json); });
   }
-  fmt::print("{} | {} | {} threads, {} ranks, activations {}\n", processor(), cpu::simd_name(),
-             threads, engine.options().ranks, arguments.activations);
+  fmt::print("{} | {} | {} threads, {} ranks, activations {}\n", bench::processor_name(),
+             cpu::simd_name(), threads, engine.options().ranks, arguments.activations);
   fmt::print("reads {:.1f} GB/s out of {:.1f} MB, multiply-adds {:.0f} GFLOP/s\n", read / 1e9,
              bytes.total() / 1e6, fma / 1e9);
   fmt::print("golden greedy run: {}\n\n", golden < 0   ? "none beside the model"
@@ -176,19 +159,20 @@ int run(const Arguments& arguments) {
              "us/token p10, 50, 90", "MB/token", "MFLOP", "floor us", "of floor");
   const auto report = [&](const char* name, const std::vector<double>& samples, double token_bytes,
                           double token_flop) {
-    const Quantiles q = quantiles(samples);
+    bench::Quantiles q = bench::quantiles(samples);  // seconds
+    for (double* value : {&q.p10_us, &q.median_us, &q.p90_us, &q.least_us}) *value *= 1e6;
     const double byte_floor = token_bytes / read;
     const double flop_floor = token_flop / fma;
     const double floor = std::max(byte_floor, flop_floor);
     fmt::print("{:<8} {:>9.0f} {:>9.0f} {:>24} {:>10.2f} {:>10.1f} {:>9.1f} {:>8.1f}%\n", name,
-               1.0 / q.median, 1.0 / q.best,
-               fmt::format("{:.0f}, {:.0f}, {:.0f}", q.p10 * 1e6, q.median * 1e6, q.p90 * 1e6),
-               token_bytes / 1e6, token_flop / 1e6, floor * 1e6, 100.0 * floor / q.median);
+               1e6 / q.median_us, 1e6 / q.least_us,
+               fmt::format("{:.0f}, {:.0f}, {:.0f}", q.p10_us, q.median_us, q.p90_us),
+               token_bytes / 1e6, token_flop / 1e6, floor * 1e6, 100.0 * floor * 1e6 / q.median_us);
     if (!json.is_open()) return;
     const nlohmann::json line = {
         {"bench", std::string("engine.") + name},
         {"version", version()},
-        {"machine", processor()},
+        {"machine", bench::processor_name()},
         {"simd", cpu::simd_name()},
         {"model", arguments.model},
         {"context", arguments.context},
@@ -197,18 +181,18 @@ int run(const Arguments& arguments) {
         {"activations", arguments.activations},
         {"method", "wall clock of Engine::step per token"},
         {"samples", samples.size()},
-        {"median_us", q.median * 1e6},
-        {"p10_us", q.p10 * 1e6},
-        {"p90_us", q.p90 * 1e6},
-        {"best_us", q.best * 1e6},
-        {"tokens_per_s", 1.0 / q.median},
+        {"median_us", q.median_us},
+        {"p10_us", q.p10_us},
+        {"p90_us", q.p90_us},
+        {"best_us", q.least_us},
+        {"tokens_per_s", 1e6 / q.median_us},
         {"bytes", token_bytes},
         {"flop", token_flop},
         {"read_gb_per_s", read / 1e9},
         {"fma_gflop_per_s", fma / 1e9},
         {"floor_bytes_us", byte_floor * 1e6},
         {"floor_flop_us", flop_floor * 1e6},
-        {"fraction_of_floor", floor / q.median},
+        {"fraction_of_floor", floor * 1e6 / q.median_us},
         {"seed", 1},
         {"golden", golden < 0 ? nlohmann::json(nullptr) : nlohmann::json(golden > 0)}};
     json << line.dump() << '\n';

@@ -15,6 +15,8 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "cli/bench/report.h"
+#include "cli/bench/rounds.h"
 #include "core/cuda/device_buffer.h"
 #include "cublaslt_baseline.h"
 #include "device_fill.h"
@@ -30,7 +32,7 @@ namespace {
 
 using namespace moe_stage2;
 using cuda::DeviceBuffer;
-using Json = nlohmann::json;
+using moe_stage2::kMaxRanks;  // a plan's, not the fabric's
 
 // Ceilings measured on the H200 that docs/moe-stage2.md names.
 constexpr double kBlockScaledTflops = 1324.0;  // cuBLASLt, 8192^3
@@ -50,11 +52,6 @@ struct Variant {
   double bytes = 0.0;  // compulsory device memory traffic
   std::vector<double> us;
 };
-
-double quantile(std::vector<double> v, double q) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<std::size_t>(q * static_cast<double>(v.size() - 1) + 0.5)];
-}
 
 struct Options {
   std::vector<std::string> models{"glm5"};
@@ -382,30 +379,27 @@ int measure(const Options& options) {
 
       std::vector<cudaEvent_t> events(variants.size() + 1);
       for (auto& event : events) PENSTOCK_CUDA_CHECK(cudaEventCreate(&event));
-      for (int round = -3; round < options.rounds; ++round) {
-        // Another variant starts each round: none always runs behind the same one.
-        const std::size_t shift = static_cast<std::size_t>(round + 3) % variants.size();
-        for (std::size_t i = 0; i < variants.size(); ++i) {
-          Variant& v = variants[(i + shift) % variants.size()];
-          if (v.name.find("counted") != std::string::npos) {
-            PENSTOCK_CUDA_CHECK(cudaMemsetAsync(s.counters.data(), 0, s.counters.bytes(), stream));
-          }
-          // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
-          PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub.data(), round & 0xff, scrub.bytes(), stream));
-          PENSTOCK_CUDA_CHECK(cudaEventRecord(events[0], stream));
-          v.run(stream);
-          PENSTOCK_CUDA_CHECK(cudaEventRecord(events[1], stream));
-          PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
-          float ms = 0.0f;
-          PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, events[0], events[1]));
-          if (round >= 0) v.us.push_back(1e3 * static_cast<double>(ms));
+      Rounds{variants.size(), 3, options.rounds}.run([&](std::size_t i, bool kept) {
+        Variant& v = variants[i];
+        if (v.name.find("counted") != std::string::npos) {
+          PENSTOCK_CUDA_CHECK(cudaMemsetAsync(s.counters.data(), 0, s.counters.bytes(), stream));
         }
-      }
+        // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
+        PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub.data(), 0, scrub.bytes(), stream));
+        PENSTOCK_CUDA_CHECK(cudaEventRecord(events[0], stream));
+        v.run(stream);
+        PENSTOCK_CUDA_CHECK(cudaEventRecord(events[1], stream));
+        PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
+        float ms = 0.0f;
+        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, events[0], events[1]));
+        if (kept) v.us.push_back(1e3 * static_cast<double>(ms));
+      });
       for (auto& event : events) PENSTOCK_CUDA_CHECK(cudaEventDestroy(event));
 
       const double dense_us = dense ? quantile(variants.front().us, 0.5) : 0.0;
       for (const Variant& v : variants) {
-        const double median = quantile(v.us, 0.5);
+        const Quantiles times = quantiles(v.us);
+        const double median = times.median_us;
         const double flop_us = v.flop / (kBlockScaledTflops * 1e6);
         const double byte_us = v.bytes / (kMemoryGbps * 1e3);
         const double floor_us = std::max(flop_us, byte_us);
@@ -423,13 +417,10 @@ int measure(const Options& options) {
                   {"rows", s.rows},
                   {"tiles", s.capacity / kTileRows},
                   {"variant", v.name},
-                  {"method", "interleaved rounds, cuda events, L2 scrubbed before each launch"},
-                  {"samples", v.us.size()},
-                  {"median_us", median},
-                  {"p10_us", quantile(v.us, 0.1)},
-                  {"p90_us", quantile(v.us, 0.9)},
-                  {"floor_us", floor_us},
-                  {"fraction_of_floor", floor_us / median}};
+                  {"method", "interleaved rounds, cuda events, L2 scrubbed before each launch"}};
+        add_times(line, times);
+        line["floor_us"] = floor_us;
+        line["fraction_of_floor"] = floor_us / median;
         std::string rate;
         if (v.flop > 0.0) {
           line["tflops"] = v.flop / median * 1e-6;
@@ -445,8 +436,8 @@ int measure(const Options& options) {
         json_out << line.dump() << "\n";
         std::cerr << fmt::format(
             "{:9} T {:6} rows {:7} {:26} {:9.1f} us (p10 {:.1f} p90 {:.1f}) {} floor {:.2f}\n",
-            model->name, tokens, s.rows, v.name, median, quantile(v.us, 0.1), quantile(v.us, 0.9),
-            rate, floor_us / median);
+            model->name, tokens, s.rows, v.name, median, times.p10_us, times.p90_us, rate,
+            floor_us / median);
       }
     }
   }

@@ -3,7 +3,8 @@
 
 #include <algorithm>
 
-#include "cli/bench_plot.h"
+#include "cli/bench/plot.h"
+#include "cli/bench/report.h"
 #include "cli/command.h"
 #include "cli/ranks.h"
 #include "fabric/gpu.h"
@@ -99,16 +100,15 @@ void write_plot(const std::string& path, const std::string& svg) {
 }
 
 std::string plot(const Results& results) {
-  std::vector<PlotSeries> series;
+  std::vector<bench::PlotSeries> series;
   for (const LinkPoint& p : results.link) {
     const std::string name =
         fmt::format("{}, {}", to_string(p.kind), p.both_directions ? "both ways" : "one way");
-    auto known = std::find_if(series.begin(), series.end(),
-                              [&](const PlotSeries& s) { return s.name == name; });
-    if (known == series.end()) known = series.insert(series.end(), PlotSeries{name, {}});
-    known->points.emplace_back(static_cast<double>(p.bytes), p.gb_per_s);
+    bench::series_named(series, name).points.emplace_back(static_cast<double>(p.bytes), p.gb_per_s);
   }
-  return log_log_svg("penstock bench link, CPU ranks", "bytes", "GB/s, one direction", series);
+  return bench::svg_of(
+      {"penstock bench link, CPU ranks", "bytes", "GB/s, one direction", bench::PlotUnit::kBytes},
+      series);
 }
 
 int run_cpu(const Command& command, const Options& options, const Ranks& ranks) {
@@ -158,31 +158,28 @@ std::string curve_of(const LinkFigure& figure) {
   return name;
 }
 
-std::vector<PlotSeries> curves(const GpuLinkBench& bench) {
-  std::vector<PlotSeries> series;
+std::vector<bench::PlotSeries> curves(const GpuLinkBench& bench) {
+  std::vector<bench::PlotSeries> series;
   for (const LinkFigure& figure : bench.figures) {
     if (figure.figure != "rate") continue;
-    const std::string name = curve_of(figure);
-    auto known = std::find_if(series.begin(), series.end(),
-                              [&](const PlotSeries& s) { return s.name == name; });
-    if (known == series.end()) known = series.insert(series.end(), PlotSeries{name, {}});
-    known->points.emplace_back(static_cast<double>(bytes_of(figure)), figure.median);
+    bench::series_named(series, curve_of(figure))
+        .points.emplace_back(static_cast<double>(bytes_of(figure)), figure.median);
   }
   return series;
 }
 
 std::string table(const Ranks& ranks, const GpuMachine& machine, const GpuLinkBench& bench) {
-  const std::vector<PlotSeries> series = curves(bench);
+  const std::vector<bench::PlotSeries> series = curves(bench);
   std::string text =
       fmt::format("{} x {}, driver {}; {} ranks ({}), {}\nNCCL: {}\n", machine.cards.size(),
                   machine.cards.front().name, machine.driver, ranks.size(), ranks.kind(),
                   bench.figures.empty() ? "" : text_of(bench.figures[0], "placement"), bench.nccl);
   text += fmt::format("\nGB/s of one direction, medians (sm N: N copy CTAs)\n{:>12}", "bytes");
-  for (const PlotSeries& s : series) text += fmt::format(" {:>16}", s.name);
+  for (const bench::PlotSeries& s : series) text += fmt::format(" {:>16}", s.name);
   text += "\n";
   for (std::size_t i = 0; !series.empty() && i < series[0].points.size(); ++i) {
     text += fmt::format("{:>12.0f}", series[0].points[i].first);
-    for (const PlotSeries& s : series) text += fmt::format(" {:>16.1f}", s.points[i].second);
+    for (const bench::PlotSeries& s : series) text += fmt::format(" {:>16.1f}", s.points[i].second);
     text += "\n";
   }
   text += fmt::format("\n{:<26} {:>10} {:>10} {:>10}\n", "figure", "median", "p10", "p90");
@@ -243,9 +240,10 @@ int run_gpu(const Command& command, const Options& options, const Ranks& ranks) 
   if (!ranks.leads()) return kExitOk;
   if (!options.plot.empty()) {
     write_plot(options.plot,
-               log_log_svg(fmt::format("penstock bench link, {} x {}", machine.cards.size(),
-                                       machine.cards.front().name),
-                           "bytes", "GB/s, one direction", curves(bench)));
+               bench::svg_of({fmt::format("penstock bench link, {} x {}", machine.cards.size(),
+                                          machine.cards.front().name),
+                              "bytes", "GB/s, one direction", bench::PlotUnit::kBytes},
+                             curves(bench)));
   }
   if (command.json) {
     print_lines(options, ranks, machine, bench);

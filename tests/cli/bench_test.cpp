@@ -1,0 +1,107 @@
+// What benchmarks share: order statistics, turns, tables, plots, traces.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "cli/bench/plot.h"
+#include "cli/bench/report.h"
+#include "cli/bench/rounds.h"
+#include "cli/bench/trace.h"
+
+namespace penstock::bench {
+namespace {
+
+TEST(BenchQuantiles, AreValuesThatWereMeasured) {
+  const Quantiles q = quantiles({5, 1, 4, 2, 3});
+  EXPECT_EQ(q.samples, 5u);
+  EXPECT_EQ(q.least_us, 1);
+  EXPECT_EQ(q.median_us, 3);
+  EXPECT_EQ(q.p10_us, 1);
+  EXPECT_EQ(q.p90_us, 5);
+  EXPECT_EQ(quantiles({7}).p90_us, 7);
+  EXPECT_EQ(quantiles({}).samples, 0u);
+}
+
+TEST(BenchRounds, EveryRoundBeginsWithAnotherVariantAndWarmUpIsNotKept) {
+  const Rounds rounds{3, 1, 3};
+  std::vector<std::size_t> order;
+  std::vector<int> kept(3, 0);
+  rounds.run([&](std::size_t variant, bool counts) {
+    order.push_back(variant);
+    kept[variant] += counts ? 1 : 0;
+  });
+  EXPECT_EQ(order, (std::vector<std::size_t>{0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2}));
+  EXPECT_EQ(order.size(), rounds.steps());
+  EXPECT_EQ(kept, (std::vector<int>{3, 3, 3}));
+}
+
+TEST(BenchSamples, MedianByName) {
+  Samples samples;
+  const std::size_t a = samples.add("a");
+  const std::size_t b = samples.add("b");
+  for (const double us : {3.0, 1.0, 2.0}) samples.push(b, us);
+  EXPECT_EQ(samples.median_us("b"), 2.0);
+  EXPECT_EQ(samples.median_us("a"), 0.0);
+  EXPECT_EQ(samples.median_us("c"), 0.0);
+  EXPECT_EQ(samples.find("a"), a);
+  EXPECT_EQ(samples.find("c"), samples.size());
+}
+
+TEST(BenchReport, LinesStartWithTheCommonKeys) {
+  JsonLines lines(Json{{"bench", "x"}, {"machine", "\xff"}});
+  lines.add({{"variant", "a"}});
+  lines.add({{"variant", "b"}});
+  const std::string& text = lines.text();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);
+  const auto first = nlohmann::json::parse(text.substr(0, text.find('\n')));
+  EXPECT_EQ(first["bench"], "x");
+  EXPECT_EQ(first["variant"], "a");
+}
+
+TEST(BenchReport, TableAligns) {
+  Table table({"variant", "us"});
+  table.add({"a", "1.0"});
+  table.add({"longer name", "100.0"});
+  EXPECT_EQ(table.text(), "variant         us\na              1.0\nlonger name  100.0\n");
+}
+
+TEST(BenchPlot, ScalesHoldTheData) {
+  std::vector<PlotSeries> series;
+  series_named(series, "a<b").points = {{16, 1.4}, {64, 1.6}, {32, -1}};
+  series_named(series, "c").points = {{16, 0.9}};
+  series_named(series, "c").points.emplace_back(64, 1.0);
+  ASSERT_EQ(series.size(), 2u);
+  const std::string svg =
+      svg_of({"t", "tokens", "times", PlotUnit::kNumber, PlotScale::kFromZero}, series);
+  EXPECT_NE(svg.find("a&lt;b"), std::string::npos);
+  EXPECT_NE(svg.find(">64<"), std::string::npos);
+  EXPECT_NE(svg.find(">0<"), std::string::npos);  // y begins at zero
+  // The negative point is left out.
+  const std::size_t first = svg.find("points=\"") + 8;
+  const std::string points = svg.substr(first, svg.find('"', first) - first);
+  EXPECT_EQ(std::count(points.begin(), points.end(), ','), 2);
+  EXPECT_EQ(svg.substr(svg.size() - 7), "</svg>\n");
+}
+
+TEST(BenchTrace, IsTheTraceEventFormat) {
+  Trace trace;
+  trace.name_process(1, "rank 1");
+  trace.name_track({1, 2}, "tiles");
+  trace.span({1, 2}, "tile 0", 10.5, 2.0, {{"rows", 128}});
+  trace.instant({1, 3}, "arrived", 9.0);
+  const auto document = nlohmann::json::parse(trace.text());
+  const auto& events = document["traceEvents"];
+  ASSERT_EQ(events.size(), 4u);
+  EXPECT_EQ(events[0]["args"]["name"], "rank 1");
+  EXPECT_EQ(events[2]["ph"], "X");
+  EXPECT_EQ(events[2]["ts"], 10.5);
+  EXPECT_EQ(events[2]["dur"], 2.0);
+  EXPECT_EQ(events[2]["args"]["rows"], 128);
+  EXPECT_EQ(events[3]["ph"], "i");
+  EXPECT_EQ(events[3]["tid"], 3);
+}
+
+}  // namespace
+}  // namespace penstock::bench
