@@ -46,6 +46,7 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   p.heads = shape.local_heads();
   p.experts = shape.experts;
   p.top_k = shape.top_k;
+  p.dense = shape.dense;
   p.inter = shape.local_intermediate();
   p.ranks = shape.ranks;
   p.rank = shape.rank;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "penstock/core/error.h"
 #include "penstock/numerics/formats.h"
@@ -276,6 +277,9 @@ std::vector<float> ReferenceStages::o(std::span<const float> o_rows, int rows) c
 }
 
 std::vector<float> ReferenceStages::scores(std::span<const float> a, int rows) const {
+  if (shape_.dense) {
+    return std::vector<float>(static_cast<std::size_t>(rows * shape_.experts), 0.5F);
+  }
   const auto h = static_cast<std::size_t>(shape_.hidden);
   std::vector<float> out;
   for (std::size_t s = 0; s < static_cast<std::size_t>(rows); ++s) {
@@ -294,6 +298,12 @@ std::vector<float> ReferenceStages::scores(std::span<const float> a, int rows) c
 
 void ReferenceStages::select(std::span<const float> score_row, std::vector<int>& experts,
                              std::vector<float>& weights) const {
+  if (shape_.dense) {
+    experts.resize(static_cast<std::size_t>(shape_.experts));
+    std::iota(experts.begin(), experts.end(), 0);
+    weights.assign(experts.size(), 1.0F);
+    return;
+  }
   std::vector<int> order(score_row.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   const float* bias = tensors_->bias.as<float>();
@@ -312,28 +322,25 @@ void ReferenceStages::select(std::span<const float> score_row, std::vector<int>&
 }
 
 std::vector<float> ReferenceStages::mid(std::span<const float> a_row, int expert) const {
-  const auto e = static_cast<std::size_t>(expert);
-  const bool shared = expert == shape_.experts;
-  const Fp8Matrix& gate = shared ? tensors_->shared_gate : tensors_->gate[e];
-  const Fp8Matrix& up = shared ? tensors_->shared_up : tensors_->up[e];
+  const ExpertTensors w = expert_tensors(shape_, *tensors_, expert);
   const std::vector<float> m = norm(a_row, tensors_->norm_post, shape_.eps);
   std::vector<float> out;
   for (int i = 0; i < shape_.local_intermediate(); ++i) {
     const std::int64_t row =
-        static_cast<std::int64_t>(shape_.rank) * shape_.local_intermediate() + i;
-    const double g = dot(gate, row, 0, m);
-    out.push_back(bf16(g / (1.0 + std::exp(-g)) * dot(up, row, 0, m)));
+        w.first + static_cast<std::int64_t>(shape_.rank) * shape_.local_intermediate() + i;
+    const double g = dot(*w.gate, row, 0, m);
+    out.push_back(bf16(g / (1.0 + std::exp(-g)) * dot(*w.up, row, 0, m)));
   }
   return out;
 }
 
 void ReferenceStages::down(std::span<const float> mid, int expert, float weight,
                            std::span<double> sum) const {
-  const Fp8Matrix& w = expert == shape_.experts ? tensors_->shared_down
-                                                : tensors_->down[static_cast<std::size_t>(expert)];
-  const std::int64_t column0 = static_cast<std::int64_t>(shape_.rank) * shape_.local_intermediate();
+  const ExpertTensors w = expert_tensors(shape_, *tensors_, expert);
+  const std::int64_t column0 =
+      w.first + static_cast<std::int64_t>(shape_.rank) * shape_.local_intermediate();
   for (int r = 0; r < shape_.hidden; ++r) {
-    sum[static_cast<std::size_t>(r)] += static_cast<double>(weight) * dot(w, r, column0, mid);
+    sum[static_cast<std::size_t>(r)] += static_cast<double>(weight) * dot(*w.down, r, column0, mid);
   }
 }
 

@@ -46,6 +46,12 @@ void validate(const DecodeShape& shape) {
     return fmt::format("decode_layer: top_k {} exceeds the number of experts {}", shape.top_k,
                        shape.experts);
   });
+  require(!shape.dense || shape.top_k == shape.experts, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format(
+        "decode_layer: a dense layer of {} + 1 slices with top_k {}: every slice runs for every "
+        "row, top_k must be {}",
+        shape.experts, shape.top_k, shape.experts);
+  });
   multiple("intermediate", shape.intermediate, 64 * shape.ranks,
            "a rank's slice of an expert is a whole number of 64-column steps");
   const int inter = shape.local_intermediate();
@@ -55,9 +61,9 @@ void validate(const DecodeShape& shape) {
         "multiple of 128, so that no slice crosses a 128x128 scale block",
         inter);
   });
-  require(inter <= 2048, ErrorKind::kUnsupported, [&] {
-    return fmt::format("decode_layer: a rank's slice of an expert is {} wide, at most 2048 fit",
-                       inter);
+  require(inter <= kMaxIntermediate, ErrorKind::kUnsupported, [&] {
+    return fmt::format("decode_layer: a rank's slice of an expert is {} wide, at most {} fit",
+                       inter, kMaxIntermediate);
   });
   require(shape.eps > 0 && shape.eps_latent > 0 && std::isfinite(shape.routed_scale) &&
               shape.rope_theta > 1,
@@ -69,7 +75,36 @@ void validate(const DecodeShape& shape) {
           });
 }
 
+DecodeShape dense_shape(const DecodeShape& moe, int width) {
+  DecodeShape s = moe;
+  s.dense = true;
+  const auto cut = [&](int slices) {
+    if (slices < 2 || slices > kMaxTopK + 1 || width % slices != 0) return false;
+    s.experts = s.top_k = slices - 1;
+    s.intermediate = width / slices;
+    const int inter = s.local_intermediate();
+    return s.intermediate % (64 * s.ranks) == 0 && (inter % 128 == 0 || 128 % inter == 0) &&
+           inter <= kMaxIntermediate;
+  };
+  bool found = width > 0 && width % moe.intermediate == 0 && cut(width / moe.intermediate);
+  for (int slices = 2; !found && slices <= kMaxTopK + 1; ++slices) found = cut(slices);
+  require(found, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "decode_layer: a dense layer of width {} cannot be cut into 2 to {} equal slices whose {} "
+        "ranks' parts are multiples of 64 columns that divide 128 or are multiples of it, at most "
+        "{}",
+        width, kMaxTopK + 1, s.ranks, kMaxIntermediate);
+  });
+  validate(s);
+  return s;
+}
+
 std::string describe(const DecodeShape& s) {
+  if (s.dense) {
+    return fmt::format(
+        "{} rows, hidden {}, q_lora {}, {} heads, dense of width {} in {} slices, rank {} of {}",
+        s.rows, s.hidden, s.q_lora, s.heads, s.dense_width(), s.experts + 1, s.rank, s.ranks);
+  }
   return fmt::format(
       "{} rows, hidden {}, q_lora {}, {} heads, {} + 1 experts top-{} of width {}, rank {} of {}",
       s.rows, s.hidden, s.q_lora, s.heads, s.experts, s.top_k, s.intermediate, s.rank, s.ranks);

@@ -115,6 +115,12 @@ void validate(const DecodeShape& shape, const LayerTensors& t) {
   check_tensor("q_a_layernorm", t.norm_q, DType::kBF16, {shape.q_lora});
   check_tensor("kv_a_layernorm", t.norm_kv, DType::kBF16, {kLatent});
   check_tensor("post_attention_layernorm", t.norm_post, DType::kBF16, {h});
+  if (shape.dense) {
+    check_matrix("mlp.gate_proj", t.dense_gate, shape.dense_width(), h);
+    check_matrix("mlp.up_proj", t.dense_up, shape.dense_width(), h);
+    check_matrix("mlp.down_proj", t.dense_down, h, shape.dense_width());
+    return;
+  }
   check_tensor("mlp.gate", t.router, DType::kBF16, {shape.experts, h});
   check_tensor("e_score_correction_bias", t.bias, DType::kF32, {shape.experts});
   const auto experts = static_cast<std::size_t>(shape.experts);
@@ -132,6 +138,16 @@ void validate(const DecodeShape& shape, const LayerTensors& t) {
   check_matrix("shared_experts.gate_proj", t.shared_gate, inter, h);
   check_matrix("shared_experts.up_proj", t.shared_up, inter, h);
   check_matrix("shared_experts.down_proj", t.shared_down, h, inter);
+}
+
+ExpertTensors expert_tensors(const DecodeShape& shape, const LayerTensors& t, int expert) {
+  if (shape.dense) {
+    return {&t.dense_gate, &t.dense_up, &t.dense_down,
+            static_cast<std::int64_t>(expert) * shape.intermediate};
+  }
+  if (expert == shape.experts) return {&t.shared_gate, &t.shared_up, &t.shared_down, 0};
+  const auto e = static_cast<std::size_t>(expert);
+  return {&t.gate[e], &t.up[e], &t.down[e], 0};
 }
 
 void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<std::uint8_t> out) {
@@ -201,23 +217,26 @@ void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<
       },
       base + layout.o);
 
-  std::memcpy(base + layout.router, t.router.data, static_cast<std::size_t>(t.router.bytes()));
+  if (!shape.dense) {
+    std::memcpy(base + layout.router, t.router.data, static_cast<std::size_t>(t.router.bytes()));
+    std::memcpy(base + layout.bias, t.bias.data, static_cast<std::size_t>(t.bias.bytes()));
+  }
   const std::int64_t up_gate_bytes = matrix_plan(2 * inter, shape.hidden, 1).bytes();
   const std::int64_t down_bytes = matrix_plan(shape.hidden, inter, 1).bytes();
   for (int e = 0; e <= shape.experts; ++e) {
-    const auto index = static_cast<std::size_t>(e);
-    const Source gate(e == shape.experts ? t.shared_gate : t.gate[index]);
-    const Source up(e == shape.experts ? t.shared_up : t.up[index]);
-    const Source down(e == shape.experts ? t.shared_down : t.down[index]);
+    const ExpertTensors expert = expert_tensors(shape, t, e);
+    const Source gate(*expert.gate);
+    const Source up(*expert.up);
+    const Source down(*expert.down);
+    const std::int64_t first = expert.first + static_cast<std::int64_t>(shape.rank) * inter;
     pack(
         "gate_proj / up_proj", 2 * inter, shape.hidden, 0,
         [&](int row) {
-          return Row{row % 2 == 0 ? gate : up,
-                     static_cast<std::int64_t>(shape.rank) * inter + row / 2};
+          return Row{row % 2 == 0 ? gate : up, first + row / 2};
         },
         base + layout.up_gate + e * up_gate_bytes);
     pack(
-        "down_proj", shape.hidden, inter, static_cast<std::int64_t>(shape.rank) * inter,
+        "down_proj", shape.hidden, inter, first,
         [&](int row) {
           return Row{down, row};
         },
@@ -227,7 +246,6 @@ void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<
   widen_bf16(t.norm_q, base + layout.norm_q);
   widen_bf16(t.norm_kv, base + layout.norm_kv);
   widen_bf16(t.norm_post, base + layout.norm_post);
-  std::memcpy(base + layout.bias, t.bias.data, static_cast<std::size_t>(t.bias.bytes()));
 }
 
 WeightElement prepared_element(const DecodeShape& shape, std::span<const std::uint8_t> prepared,

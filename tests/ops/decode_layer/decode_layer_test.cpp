@@ -145,6 +145,62 @@ TEST(DecodeWeights, PreparedElementsAreTheCheckpoints) {
   }
 }
 
+TEST(DecodeShape, DenseLayersAreCutIntoExpertShapedSlices) {
+  const DecodeShape glm5 = dense_shape(DecodeShape{}, 12288);
+  EXPECT_EQ(glm5.experts, 5);
+  EXPECT_EQ(glm5.top_k, 5);
+  EXPECT_EQ(glm5.intermediate, 2048);
+  const DecodeShape tiny = dense_shape(tiny_shape(), 512);
+  EXPECT_EQ(tiny.experts, 1);
+  EXPECT_EQ(tiny.dense_width(), 512);
+  // A width that is no multiple of the experts' takes the fewest slices that fit.
+  EXPECT_EQ(dense_shape(DecodeShape{}, 3072).intermediate, 1536);
+  EXPECT_NE(message_of([] { dense_shape(DecodeShape{}, 1000); }).find("width 1000"),
+            std::string::npos);
+  DecodeShape s = tiny;
+  s.experts = 3;
+  EXPECT_NE(message_of([&] { validate(s); }).find("top_k must be 3"), std::string::npos);
+}
+
+TEST(DecodeWeights, DenseSlicesAreTheCheckpoints) {
+  for (const int ranks : {1, 2}) {
+    DecodeShape moe = tiny_shape();
+    moe.ranks = ranks;
+    DecodeShape s = dense_shape(moe, 768);
+    const RandomLayer layer(s, 17);
+    const LayerTensors& t = layer.tensors;
+    const auto code = [](const Fp8Matrix& m, std::int64_t row, std::int64_t col) {
+      return m.data.as<std::uint8_t>()[row * m.data.dim(1) + col];
+    };
+    const auto scale = [](const Fp8Matrix& m, std::int64_t row, std::int64_t col) {
+      return m.scale.as<float>()[row / 128 * m.scale.dim(1) + col / 128];
+    };
+    for (s.rank = 0; s.rank < ranks; ++s.rank) {
+      std::vector<std::uint8_t> prepared(static_cast<std::size_t>(weight_layout(s).bytes));
+      prepare_weights(s, t, prepared);
+      const int inter = s.local_intermediate();
+      for (int e = 0; e <= s.experts; ++e) {
+        for (int i = 0; i < inter; ++i) {
+          const int from = e * s.intermediate + s.rank * inter + i;
+          for (int c = 0; c < s.hidden; ++c) {
+            const WeightElement gate =
+                prepared_element(s, prepared, WeightPart::kUpGate, e, 2 * i, c);
+            const WeightElement up =
+                prepared_element(s, prepared, WeightPart::kUpGate, e, 2 * i + 1, c);
+            const WeightElement down = prepared_element(s, prepared, WeightPart::kDown, e, c, i);
+            ASSERT_EQ(gate.code, code(t.dense_gate, from, c)) << "slice " << e << " row " << i;
+            ASSERT_EQ(gate.scale, scale(t.dense_gate, from, c)) << "slice " << e << " row " << i;
+            ASSERT_EQ(up.code, code(t.dense_up, from, c)) << "slice " << e << " row " << i;
+            ASSERT_EQ(up.scale, scale(t.dense_up, from, c)) << "slice " << e << " row " << i;
+            ASSERT_EQ(down.code, code(t.dense_down, c, from)) << "slice " << e << " row " << i;
+            ASSERT_EQ(down.scale, scale(t.dense_down, c, from)) << "slice " << e << " row " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(DecodeWeights, RefusesWrongTensorsWithTheReason) {
   const DecodeShape s = tiny_shape();
   const RandomLayer layer(s, 8);
@@ -204,6 +260,76 @@ TEST(DecodeReference, RowsDoNotDependOnEachOtherOrOnPadding) {
     }
     EXPECT_EQ(changed, 2U);
   }
+}
+
+// A dense layer equals, bit for bit, the MoE layer of the same slices whose router scores them all
+// 1/2 (zero weights and bias) with routed scale 2: what a kernel that runs the router computes.
+TEST(DecodeReference, DenseEqualsEveryExpertChosenWithWeightOne) {
+  DecodeShape dense = dense_shape(tiny_shape(), 768);
+  dense.rows = 3;
+  const RandomLayer layer(dense, 15);
+  LayerTensors t = layer.tensors;
+  const auto rows_of = [&](const Fp8Matrix& m, int e) {
+    Fp8Matrix part = m;
+    part.data.data = m.data.as<std::uint8_t>() + std::int64_t{256} * e * dense.hidden;
+    part.data.shape[0] = 256;
+    part.scale.data = m.scale.as<float>() + std::int64_t{2} * e * m.scale.dim(1);
+    part.scale.shape[0] = 2;
+    return part;
+  };
+  std::vector<std::vector<std::uint8_t>> codes;
+  std::vector<std::vector<float>> scales;
+  codes.reserve(3);
+  scales.reserve(3);
+  const auto columns_of = [&](const Fp8Matrix& m, int e) {
+    codes.emplace_back();
+    scales.emplace_back();
+    for (std::int64_t r = 0; r < dense.hidden; ++r) {
+      const auto* from = m.data.as<std::uint8_t>() + r * m.data.dim(1) + std::int64_t{256} * e;
+      codes.back().insert(codes.back().end(), from, from + 256);
+    }
+    for (std::int64_t b = 0; b < m.scale.dim(0); ++b) {
+      const auto* from = m.scale.as<float>() + b * m.scale.dim(1) + std::int64_t{2} * e;
+      scales.back().insert(scales.back().end(), from, from + 2);
+    }
+    Fp8Matrix part = m;
+    part.data.data = codes.back().data();
+    part.data.shape[1] = 256;
+    part.scale.data = scales.back().data();
+    part.scale.shape[1] = 2;
+    return part;
+  };
+  for (int e = 0; e < 2; ++e) {
+    t.gate.push_back(rows_of(t.dense_gate, e));
+    t.up.push_back(rows_of(t.dense_up, e));
+    t.down.push_back(columns_of(t.dense_down, e));
+  }
+  t.shared_gate = rows_of(t.dense_gate, 2);
+  t.shared_up = rows_of(t.dense_up, 2);
+  t.shared_down = columns_of(t.dense_down, 2);
+  const std::vector<std::uint16_t> router(static_cast<std::size_t>(2 * dense.hidden), 0);
+  const std::vector<float> bias(2, 0.0F);
+  t.router.data = router.data();
+  t.router.dtype = DType::kBF16;
+  t.router.rank = 2;
+  t.router.shape = {2, dense.hidden};
+  t.bias.data = bias.data();
+  t.bias.dtype = DType::kF32;
+  t.bias.rank = 1;
+  t.bias.shape = {2};
+  DecodeShape moe = dense;
+  moe.dense = false;
+  moe.norm_topk = false;
+  moe.routed_scale = 2.0F;
+  RandomCache cache(KvFormat::kBf16, 8, 16);
+  RandomCache again = cache;
+  const RandomStep step(dense, cache.slots(), {90, -1, 5}, 18);
+  std::vector<std::uint16_t> out(step.x.size());
+  std::vector<std::uint16_t> want(step.x.size());
+  run_reference_layer(dense, t, step.input(), cache.host(), cache.slots(), step.x, out);
+  run_reference_layer(moe, t, step.input(), again.host(), again.slots(), step.x, want);
+  EXPECT_EQ(out, want);
+  EXPECT_EQ(cache.bytes, again.bytes);
 }
 
 TEST(DecodeReference, ShardsAddUpToTheWholeLayer) {

@@ -37,6 +37,12 @@ class RandomLayer {
     t.norm_q = gain(s.q_lora);
     t.norm_kv = gain(kLatent);
     t.norm_post = gain(s.hidden);
+    if (s.dense) {
+      t.dense_gate = matrix(s.dense_width(), s.hidden);
+      t.dense_up = matrix(s.dense_width(), s.hidden);
+      t.dense_down = matrix(s.hidden, s.dense_width());
+      return;
+    }
     auto router = std::make_shared<std::vector<std::uint16_t>>();
     std::normal_distribution<float> unit(0.0F, 1.0F / std::sqrt(static_cast<float>(s.hidden)));
     for (int i = 0; i < s.experts * s.hidden; ++i) router->push_back(bf16_bits(unit(random_)));

@@ -75,7 +75,8 @@ struct DecodePlan {
   int heads = 0;  // of this rank
   int experts = 0;
   int top_k = 0;
-  int inter = 0;  // of this rank
+  bool dense = false;  // experts 0 .. experts - 1 and the last slice run for every row, weight 1
+  int inter = 0;       // of this rank
   int ranks = 0;
   int rank = 0;
   int grid = 0;

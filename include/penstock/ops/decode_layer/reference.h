@@ -57,7 +57,8 @@ class ReferenceStages {
   std::vector<float> uv(std::span<const float> o_lat_row) const;        // [heads * 256]
   std::vector<float> o(std::span<const float> o_rows, int rows) const;  // partial [rows, H]
   std::vector<float> scores(std::span<const float> a, int rows) const;  // [rows, experts]
-  // top_k experts of one row, best first, and their weights.
+  // top_k experts of one row, best first, and their weights. Dense layers score every slice 1/2 and
+  // give all of them weight 1.
   void select(std::span<const float> score_row, std::vector<int>& experts,
               std::vector<float>& weights) const;
   // silu(gate) * up of one row for one expert (experts: the shared one) [inter].

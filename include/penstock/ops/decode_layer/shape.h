@@ -1,5 +1,5 @@
-// The decode layer's problem: one GLM-5 MoE decoder layer (attention over given picks, then routed
-// and shared experts) for a few rows, as one rank of a tensor-parallel group sees it.
+// The decode layer's problem: one GLM-5 decoder layer (attention over given picks, then routed and
+// shared experts, or a dense MLP) for a few rows, as one rank of a tensor-parallel group sees it.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@ inline constexpr int kMaxPicks = 2048;  // per row
 inline constexpr int kMaxRanks = 8;
 inline constexpr int kMaxExperts = 256;
 inline constexpr int kMaxTopK = 8;
+inline constexpr int kMaxIntermediate = 2048;  // of one rank's slice of an expert
 
 // Rows of the paged cache.
 //   kBf16       1152 B: 512 latent | 64 rope, bf16
@@ -40,7 +41,10 @@ struct DecodeShape {
   int experts = 256;        // routed, 8 .. 256
   int top_k = 8;            // 1 .. 8
   int intermediate = 2048;  // of one expert, all ranks together
-  int ranks = 1;            // P: 1, 2, 4, 8
+  // A dense layer: its MLP is cut into experts + 1 slices of `intermediate` columns, which run as
+  // experts do, all of them for every row, with weight 1 and no router. top_k must equal experts.
+  bool dense = false;
+  int ranks = 1;  // P: 1, 2, 4, 8
   int rank = 0;
   KvFormat kv_format = KvFormat::kFp8Scaled;
   float eps = 1e-5F;         // input and post-attention norm
@@ -49,9 +53,15 @@ struct DecodeShape {
   bool norm_topk = true;
   double rope_theta = 1e6;
 
+  constexpr int dense_width() const { return dense ? (experts + 1) * intermediate : 0; }
   constexpr int local_heads() const { return heads / ranks; }
   constexpr int local_intermediate() const { return intermediate / ranks; }
 };
+
+// The shape of a dense layer of `width` columns in the same model: slices as wide as `moe`'s
+// experts if the width is a multiple of that, else 2 to 9 equal ones. Throws Unsupported if no such
+// cut meets validate()'s rules.
+DecodeShape dense_shape(const DecodeShape& moe, int width);
 
 // Throws Error(kInvalidArgument or kUnsupported) that names the value, why it cannot be done and
 // what can.

@@ -18,7 +18,8 @@ struct Fp8Matrix {
   TensorView scale;
 };
 
-// All tensors of one MoE decoder layer, whole (not sharded); `shape` says which part a rank takes.
+// All tensors of one decoder layer, whole (not sharded); `shape` says which part a rank takes. A
+// MoE layer leaves dense_* empty, a dense layer all of router, bias, experts and shared_*.
 struct LayerTensors {
   Fp8Matrix q_a;   // [q_lora, hidden]
   Fp8Matrix kv_a;  // [576, hidden]
@@ -31,7 +32,19 @@ struct LayerTensors {
   std::vector<Fp8Matrix> gate, up;                    // [experts], each [intermediate, hidden]
   std::vector<Fp8Matrix> down;                        // [experts], each [hidden, intermediate]
   Fp8Matrix shared_gate, shared_up, shared_down;
+  Fp8Matrix dense_gate, dense_up;  // [shape.dense_width(), hidden]
+  Fp8Matrix dense_down;            // [hidden, shape.dense_width()]
 };
+
+// Where expert `expert` (experts: the shared one) lies: its matrices and the first intermediate
+// column in them. Of a dense layer: slice `expert`.
+struct ExpertTensors {
+  const Fp8Matrix* gate;
+  const Fp8Matrix* up;
+  const Fp8Matrix* down;
+  std::int64_t first;
+};
+ExpertTensors expert_tensors(const DecodeShape& shape, const LayerTensors& tensors, int expert);
 
 // Throws InvalidArgument (shape, missing data) or Unsupported (dtype, NaN weights) naming the
 // tensor and what is accepted. Reads every byte of the rank's share.
@@ -44,8 +57,11 @@ void validate(const DecodeShape& shape, const LayerTensors& tensors);
 //            because a head's 448 rows do not align with the checkpoint's 128-row blocks
 //   uv       per head 256 rows x 512
 //   o        hidden rows x the rank's heads' columns
-//   router   bf16 as in the checkpoint
-//   up_gate  per expert (the shared one last) 2 * inter rows: row 2 i is gate row i, 2 i + 1 is up
+//   router   bf16 as in the checkpoint; dense: zeros (as bias). A sigmoid router that reads them
+//            scores all slices exactly 1/2, so it chooses all, with weight 1 if the routed scale is
+//            2 and weights are not normalised: a kernel may run the router or leave it out.
+//   up_gate  per expert (the shared one last; dense: slice after slice) 2 * inter rows: row 2 i is
+//   gate row i, 2 i + 1 is up
 //            row i of the rank's slice
 //   down     per expert (the shared one last) hidden rows x the rank's slice of columns
 //   norms, bias   f32

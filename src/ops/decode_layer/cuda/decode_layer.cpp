@@ -88,10 +88,11 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   a.weights = weight_layout(shape);
   a.kv_format = shape.kv_format;
   a.self_loop = options.self_loop;
-  a.norm_topk = shape.norm_topk;
+  // A dense layer's router weights are zeros, every score is 1/2: twice that is weight 1.
+  a.norm_topk = shape.dense ? false : shape.norm_topk;
   a.eps = shape.eps;
   a.eps_latent = shape.eps_latent;
-  a.routed_scale = shape.routed_scale;
+  a.routed_scale = shape.dense ? 2.0F : shape.routed_scale;
   for (int i = 0; i < kRope / 2; ++i) {
     a.frequency[i] = rope_frequency(shape.rope_theta, i);
   }
