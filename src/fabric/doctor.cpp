@@ -49,7 +49,10 @@ class Tester {
     const int ranks = team_->size();
     const int me = team_->rank();
     std::vector<PairOutcome> outcome(static_cast<std::size_t>(ranks));
-    auto transport = backend_.make_transport(kind, window_);
+    // All stand before the first waits: on GPUs that ranks share, setting up (allocations, a
+    // stream's first launch) may wait for kernels that wait for the peer that is still setting up.
+    std::unique_ptr<Transport> transport;
+    collectively(*team_, [&] { transport = backend_.make_transport(kind, window_); });
     for (int round = 0; round < options_.rounds; ++round) {
       const std::uint64_t epoch = window_->epochs().next();
       for (int i = first(); i < ranks; ++i) send(*transport, kind, round, epoch, (me + i) % ranks);

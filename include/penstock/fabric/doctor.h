@@ -20,6 +20,7 @@ struct FabricBackend {
   std::string name;  // "cpu", "cuda"
   std::shared_ptr<WindowBackend> memory;
   std::vector<TransportKind> transports;  // those that this back end has
+  // Called by all ranks, none of which waits for a signal meanwhile.
   std::function<std::unique_ptr<Transport>(TransportKind, std::shared_ptr<Window>)> make_transport;
   // Writes the pattern of `seed` to [offset, + bytes) of `rank`'s window, with this rank's stores.
   // Offsets and sizes are multiples of 8.

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -24,7 +25,15 @@ struct CopyEngineOptions {
       1024;  // power of two, 2 .. 65536; of the kernels' ring and of the host's
   std::uint64_t max_merge_bytes =
       16 << 20;  // a merged copy never exceeds it: it delays other peers' signals
+  // What becomes ready while the engine is busy stays in the ring, where it still merges, until the
+  // work in front of it is expected to end within this time: long enough to submit the next copy
+  // without a gap, not longer.
+  std::chrono::nanoseconds lead{6000};
+  // A put of kGatherFrom bytes or more that finds the engine idle waits this long for a neighbour,
+  // again after each that comes, four times as long in all. Smaller puts go at once.
+  std::chrono::nanoseconds gather{500};
 };
+inline constexpr std::uint64_t kGatherFrom = 256 << 10;
 
 class DeviceCopyEngine : public Transport, public RearmHook, private ProxyClient {
  public:
@@ -75,7 +84,10 @@ class DeviceCopyEngine : public Transport, public RearmHook, private ProxyClient
   bool serve() noexcept override;
   bool busy() const noexcept override { return busy_.load(std::memory_order_relaxed); }
   bool retire();
+  bool ready(const Ring& ring) const;
   bool take(Ring& ring, bool from_kernels);
+  std::size_t collect(Ring& ring);
+  void expect_busy(const MergedCopy& copy);
   void submit(const MergedCopy& copy, const Ring& ring, bool from_kernels, TransportCounters& add);
   static void publish(Ring& ring, std::uint64_t position) noexcept;
   std::uint64_t position_of(int peer, std::uint64_t offset, std::uint64_t epoch) const;
@@ -97,6 +109,7 @@ class DeviceCopyEngine : public Transport, public RearmHook, private ProxyClient
   DescriptorMerger merger_;
   std::vector<Taken> taken_;
   std::deque<Batch> in_flight_;
+  std::chrono::steady_clock::time_point busy_until_{};  // estimate for what is in flight
   std::vector<cudaEvent_t> free_events_;
   std::atomic<bool> busy_{false};
   std::atomic<bool> failed_{false};

@@ -38,6 +38,14 @@ using test::Exchange;
 using test::ExchangeResult;
 using test::ExchangeShape;
 
+// Under compute-sanitizer kernels run tens of times slower: PENSTOCK_GPU_TEST_SLOWDOWN stretches
+// deadlines and the bounds on them alike.
+int slowdown() {
+  const char* text = std::getenv("PENSTOCK_GPU_TEST_SLOWDOWN");
+  return text == nullptr ? 1 : std::max(1, std::atoi(text));
+}
+std::chrono::milliseconds stretched(std::chrono::milliseconds time) { return time * slowdown(); }
+
 constexpr std::chrono::seconds kDeadline{4};
 
 // Before gtest_main makes the first CUDA call.
@@ -76,7 +84,7 @@ class FabricGpuTest : public testing::TestWithParam<Placement> {
                      const cuda::ScopedDevice scope(device_of(team->rank()));
                      body(team);
                    },
-                   {.deadline = deadline});
+                   {.deadline = deadline * slowdown()});
   }
 };
 
@@ -262,14 +270,15 @@ TEST_P(FabricGpuTest, MissingRankFaultsEveryRankThenRearmIsExact) {
           x.launch(5);
           x.stream.wait();  // the kernel ends by itself
           const auto took = std::chrono::steady_clock::now() - start;
-          EXPECT_LT(took, std::chrono::milliseconds(1500));
+          EXPECT_LT(took, stretched(std::chrono::milliseconds(1500)));
           const ExchangeResult result = x.take_result();
           EXPECT_GT(result.stopped, 0U);
           EXPECT_EQ(result.words_wrong, 0U);
         }
         while (!team->faulted()) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
-          ASSERT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3));
+          ASSERT_LT(std::chrono::steady_clock::now() - start,
+                    stretched(std::chrono::milliseconds(3000)));
         }
         const FaultRecord record = *team->fault();
         EXPECT_EQ(record.cause, static_cast<std::uint32_t>(FaultCause::kDeadline))
@@ -332,8 +341,8 @@ TEST_P(FabricGpuTest, FullRingIsReportedNotWaitedForEver) {
           EXPECT_EQ(head, 4U);  // the fifth position was never claimed: no hole
         }
         const auto start = std::chrono::steady_clock::now();
-        while (!team->faulted() &&
-               std::chrono::steady_clock::now() - start < std::chrono::seconds(2)) {
+        while (!team->faulted() && std::chrono::steady_clock::now() - start <
+                                       stretched(std::chrono::milliseconds(2000))) {
           std::this_thread::yield();
         }
         ASSERT_TRUE(team->faulted());
@@ -365,7 +374,7 @@ TEST_P(FabricGpuTest, HostRaiseEndsDeviceWaits) {
     }
     const auto start = std::chrono::steady_clock::now();
     stream.wait();
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, stretched(std::chrono::milliseconds(1000)));
     std::uint32_t how = 0;
     cuda::read_device(&how, status.data(), sizeof(how));
     EXPECT_EQ(how, static_cast<std::uint32_t>(WaitStatus::kAborted));
@@ -483,7 +492,7 @@ TEST_P(FabricGpuTest, OneBadArgumentIsRefusedOnEveryRank) {
     const auto rank = DeviceRank::create(team, device_of(team->rank()));
     const auto start = std::chrono::steady_clock::now();
     EXPECT_THROW(cuda::DevicePackets(rank, team->rank() == 1 ? 0 : 16), Error);
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, stretched(std::chrono::milliseconds(1000)));
     team->barrier();
   });
 }
@@ -778,8 +787,8 @@ TEST_P(FabricGpuTest, PacketWaitsEndAtTheDeadline) {
                     6144);  // nothing derived was published
         }
         const auto start = std::chrono::steady_clock::now();
-        while (!team->faulted() &&
-               std::chrono::steady_clock::now() - start < std::chrono::seconds(2)) {
+        while (!team->faulted() && std::chrono::steady_clock::now() - start <
+                                       stretched(std::chrono::milliseconds(2000))) {
           std::this_thread::yield();
         }
         ASSERT_TRUE(team->faulted());
