@@ -115,6 +115,41 @@ Routing make_routing(const Shape& shape, Pattern pattern, std::uint64_t seed, in
   return routing;
 }
 
+Routing make_remote_routing(const Shape& shape, double remote, std::uint64_t seed) {
+  validate(shape);
+  const std::int32_t local = shape.experts_per_rank();
+  const double wanted = remote * shape.top_k;
+  const auto fewest = static_cast<std::int32_t>(wanted);
+  const double more = wanted - fewest;  // of a token having one remote slot more
+  const std::int32_t most = fewest + (more > 0.0 ? 1 : 0);
+  require(remote >= 0.0 && remote <= 1.0 && most <= shape.experts - local &&
+              shape.top_k - fewest <= local,
+          ErrorKind::kInvalidArgument, [&] {
+            return "moe_stage2: remote fraction " + std::to_string(remote) + " of " +
+                   std::to_string(shape.top_k) + " slots does not fit " + std::to_string(local) +
+                   " experts of this rank and " + std::to_string(shape.experts - local) +
+                   " of others; give 0 to 1, and enough experts";
+          });
+  Routing routing{shape, {}};
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    std::mt19937_64 random(seed * 0x9e3779b97f4a7c15ULL + static_cast<std::uint64_t>(rank));
+    std::vector<std::int32_t> own;
+    std::vector<std::int32_t> others;
+    for (std::int32_t e = 0; e < shape.experts; ++e) {
+      (e / local == rank ? own : others).push_back(e);
+    }
+    std::vector<std::int32_t> out;
+    for (std::int64_t t = 0; t < shape.max_tokens_per_rank; ++t) {
+      const bool one_more = static_cast<double>(random() >> 11) * 0x1p-53 < more;
+      const std::int32_t away = fewest + (one_more ? 1 : 0);
+      draw_token(random, others, {}, away, out);
+      draw_token(random, own, {}, shape.top_k - away, out);
+    }
+    routing.expert.push_back(std::move(out));
+  }
+  return routing;
+}
+
 std::int64_t SourceRows::rows() const {
   std::int64_t total = 0;
   for (const std::int32_t rows : expert_rows) total += rows;

@@ -9,6 +9,7 @@
 #include <map>
 #include <tuple>
 
+#include "penstock/core/error.h"
 #include "penstock/ops/moe_stage2/routing.h"
 
 namespace penstock::moe_stage2 {
@@ -241,6 +242,29 @@ TEST(Plan, InverseSkipsSlotsOutsideTheTable) {
   EXPECT_EQ(inverse[2].run, -1);
   EXPECT_EQ(inverse[1].run, kMaxRanks + 2);  // row 4 of the run is row 1 of its spill
   EXPECT_EQ(inverse[1].row, 1);
+}
+
+TEST(Routing, RemoteFractionIsWhatWasAskedFor) {
+  Shape shape = small_shape(2, 8, 6, 400, 2.0);
+  for (const double remote : {0.0, 0.5, 0.875, 1.0}) {
+    const Routing routing = make_remote_routing(shape, remote, 3);
+    std::int64_t away = 0;
+    for (int rank = 0; rank < 2; ++rank) {
+      ASSERT_EQ(routing.tokens(rank), 400);
+      const auto& experts = routing.expert[static_cast<std::size_t>(rank)];
+      for (std::size_t t = 0; t < 400; ++t) {
+        std::vector<std::int32_t> token(experts.begin() + static_cast<std::ptrdiff_t>(6 * t),
+                                        experts.begin() + static_cast<std::ptrdiff_t>(6 * t + 6));
+        for (const std::int32_t e : token) away += e / shape.experts_per_rank() != rank ? 1 : 0;
+        std::sort(token.begin(), token.end());
+        EXPECT_EQ(std::adjacent_find(token.begin(), token.end()), token.end());
+      }
+    }
+    EXPECT_NEAR(static_cast<double>(away) / (2 * 400 * 6), remote, 0.02);
+  }
+  EXPECT_THROW((void)make_remote_routing(shape, 1.5, 3), Error);
+  shape.top_k = 9;  // more than a rank has experts
+  EXPECT_THROW((void)make_remote_routing(shape, 1.0, 3), Error);
 }
 
 // Addresses past 4 GiB: 2^20 rows of 14,336 bytes.

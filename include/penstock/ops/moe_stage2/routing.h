@@ -39,6 +39,12 @@ struct Routing {
 // rotates.
 Routing make_routing(const Shape& shape, Pattern pattern, std::uint64_t seed, int call = 0);
 
+// max_tokens_per_rank tokens on every rank, `remote` (0 to 1) of whose slots go to other ranks'
+// experts, all equally likely, the rest to their own rank's. Fewer GPUs than a deployment has can
+// so carry its wire load: with P ranks and balanced routing it is (P - 1) / P. InvalidArgument
+// where there are too few experts of either kind for a token's slots, or no other rank.
+Routing make_remote_routing(const Shape& shape, double remote, std::uint64_t seed);
+
 // The rows of one rank's experts as dispatch leaves them: sorted by expert, then by origin (rank,
 // token, slot), every expert padded to whole tiles.
 struct SourceRows {
