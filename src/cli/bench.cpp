@@ -7,6 +7,7 @@ void add_bench(CLI::App& app, Command& command) {
   CLI::App* bench = app.add_subcommand("bench", "Measure; --json prints one object a line");
   bench->require_subcommand(1);
   add_bench_link(*bench, command);
+  add_bench_moe_stage2(*bench, command);
 }
 
 }  // namespace penstock::cli

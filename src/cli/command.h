@@ -96,6 +96,8 @@ void add_env(CLI::App& app, Command& command);
 void add_doctor(CLI::App& app, Command& command);
 void add_layout(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
-void add_bench_link(CLI::App& bench, Command& command);  // under bench
+// Under bench.
+void add_bench_link(CLI::App& bench, Command& command);
+void add_bench_moe_stage2(CLI::App& bench, Command& command);
 
 }  // namespace penstock::cli

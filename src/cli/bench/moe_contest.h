@@ -1,0 +1,31 @@
+// moe_stage2's contest: unfused, each transport, and the floors, on one back end.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "cli/bench/contest.h"
+#include "cli/bench/moe_problem.h"
+
+namespace penstock::bench {
+
+// Names of the variants. Operators carry their transport's.
+inline constexpr const char* kGemmAlone = "gemm alone";
+inline constexpr const char* kCombineAlone = "combine alone";
+inline constexpr const char* kUnfused = "unfused";
+
+struct MoeContestOptions {
+  std::vector<TransportKind> transports{TransportKind::kCopyEngine, TransportKind::kSm,
+                                        TransportKind::kDirect};
+};
+
+// Collective: one rank's side. Windows and operands of all variants are held at once. `gemm alone`
+// computes this rank's rows into its own memory, `combine alone` reads rows of its own memory,
+// `unfused` sends everything after the last tile by copy engine.
+std::unique_ptr<Contestant> make_cpu_moe_contest(const TeamHandle& team, const MoeProblem& problem,
+                                                 const MoeContestOptions& options);
+// Host memory that one rank of it needs, bytes.
+std::uint64_t cpu_moe_contest_bytes(const MoeProblem& problem, int rank,
+                                    const MoeContestOptions& options);
+
+}  // namespace penstock::bench

@@ -1,0 +1,359 @@
+// penstock bench moe-stage2: the fused operator on each transport beside the same work unfused and
+// beside its parts alone, in interleaved rounds.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "cli/bench/moe_contest.h"
+#include "cli/bench/plot.h"
+#include "cli/bench_options.h"
+#include "penstock/core/error.h"
+
+namespace penstock::cli {
+namespace {
+
+using moe_stage2::Shape;
+using moe_stage2::WireFormat;
+
+struct Model {
+  std::string_view name;
+  std::int32_t hidden, intermediate, experts_per_rank, top_k;
+  std::array<std::int64_t, 7> tokens;  // ended by the first zero
+};
+constexpr std::array kModels{
+    Model{"tiny", 256, 128, 8, 4, {16, 64, 256}},
+    Model{"glm5", 6144, 2048, 32, 8, {16, 64, 256, 1024, 4096, 8192, 16384}},
+    Model{"v4-flash", 4096, 2048, 32, 6, {16, 64, 256, 1024, 4096, 8192, 16384}},
+    Model{"h7168", 7168, 2048, 32, 8, {16, 64, 256, 1024, 4096, 8192, 16384}},
+};
+
+constexpr double kRowSlack = 1.5;
+
+struct Options {
+  BenchOptions common;
+  std::string shape = "tiny";
+  std::vector<std::int64_t> tokens;
+  std::optional<std::int32_t> hidden, intermediate, experts_per_rank, top_k;
+  std::optional<double> remote;
+  std::string pattern = "balanced";
+  std::string wire = "fp8";
+  std::string transport = "copy_engine";
+  std::optional<double> row_slack;
+};
+
+// One token count and what was measured there.
+struct Point {
+  bench::MoeProblem problem;
+  std::vector<bench::VariantResult> results;
+};
+
+// What of the measurement a line is about.
+struct Derived {
+  double gemm_us, combine_us, unfused_us, flop;
+};
+
+const bench::VariantResult& find(const Point& point, std::string_view name) {
+  return *std::find_if(point.results.begin(), point.results.end(),
+                       [&](const bench::VariantResult& r) { return r.variant.name == name; });
+}
+double median(const bench::VariantResult& result) { return bench::quantiles(result.us).median_us; }
+
+Derived derive(const Point& point) {
+  const Shape& s = point.problem.shape;
+  return {median(find(point, bench::kGemmAlone)), median(find(point, bench::kCombineAlone)),
+          median(find(point, bench::kUnfused)),
+          2.0 * static_cast<double>(bench::most_rows(point.problem)) * s.hidden * s.intermediate};
+}
+
+Shape shape_of(const Options& options, int ranks) {
+  const auto given = {options.hidden, options.intermediate, options.top_k};
+  Shape shape;
+  if (options.shape == "custom") {
+    if (std::any_of(given.begin(), given.end(), [](const auto& v) { return !v.has_value(); }) ||
+        !options.experts_per_rank || options.tokens.empty()) {
+      throw UsageError(
+          "--shape custom needs --tokens, --hidden, --intermediate, --top-k and "
+          "--experts-per-rank");
+    }
+    shape.hidden = *options.hidden;
+    shape.intermediate = *options.intermediate;
+    shape.top_k = *options.top_k;
+    shape.experts = *options.experts_per_rank * ranks;
+  } else {
+    if (std::any_of(given.begin(), given.end(), [](const auto& v) { return v.has_value(); })) {
+      throw UsageError(fmt::format(
+          "--hidden, --intermediate and --top-k belong to --shape custom; {} has its own",
+          options.shape));
+    }
+    const auto* model = std::find_if(kModels.begin(), kModels.end(),
+                                     [&](const Model& m) { return m.name == options.shape; });
+    shape.hidden = model->hidden;
+    shape.intermediate = model->intermediate;
+    shape.top_k = model->top_k;
+    shape.experts = options.experts_per_rank.value_or(model->experts_per_rank) * ranks;
+  }
+  shape.ranks = ranks;
+  shape.row_slack = options.row_slack.value_or(kRowSlack);
+  if (!options.row_slack && options.remote && ranks > 1) {
+    // Keep the biased load of a pair, remote / (P - 1) of a rank's slots, inside the reservation.
+    const double load = *options.remote * ranks / (ranks - 1);
+    shape.row_slack = std::max(kRowSlack, std::min(1.15 * load, static_cast<double>(ranks)));
+  }
+  shape.wire = options.wire == "fp8" ? WireFormat::kFp8 : WireFormat::kBf16;
+  return shape;
+}
+
+std::vector<std::int64_t> tokens_of(const Options& options) {
+  if (!options.tokens.empty()) return options.tokens;
+  std::vector<std::int64_t> tokens;
+  for (const Model& model : kModels) {
+    if (model.name != options.shape) continue;
+    for (const std::int64_t t : model.tokens) {
+      if (t > 0) tokens.push_back(t);
+    }
+  }
+  return tokens;
+}
+
+moe_stage2::Pattern pattern_of(const std::string& name) {
+  for (int p = 0; p < moe_stage2::kPatternCount; ++p) {
+    const auto pattern = static_cast<moe_stage2::Pattern>(p);
+    if (to_string(pattern) == name) return pattern;
+  }
+  throw UsageError("unknown routing '" + name + "'");
+}
+
+std::vector<std::string> pattern_names() {
+  std::vector<std::string> names;
+  for (int p = 0; p < moe_stage2::kPatternCount; ++p) {
+    names.emplace_back(to_string(static_cast<moe_stage2::Pattern>(p)));
+  }
+  return names;
+}
+
+bench::MoeProblem problem_of(const Options& options, int ranks, std::int64_t tokens) {
+  bench::MoeProblem problem;
+  problem.shape = shape_of(options, ranks);
+  problem.shape.max_tokens_per_rank = tokens;
+  problem.seed = options.common.seed;
+  if (const std::string fault = find_fault(problem.shape); !fault.empty()) {
+    throw UsageError(fault);
+  }
+  problem.routing =
+      options.remote
+          ? make_remote_routing(problem.shape, *options.remote, options.common.seed)
+          : make_routing(problem.shape, pattern_of(options.pattern), options.common.seed);
+  return problem;
+}
+
+void refuse_for_cpu(const Options& options, const std::vector<bench::MoeProblem>& problems) {
+  refuse_for_cpu(options.common);
+  const double calls =
+      options.common.warm_up + options.common.rounds + (options.common.check ? 1 : 0);
+  double work = 0.0;
+  std::uint64_t bytes = 0;
+  const bench::MoeContestOptions contest;
+  for (const bench::MoeProblem& problem : problems) {
+    const double rows = static_cast<double>(problem.shape.max_tokens_per_rank) *
+                        problem.shape.top_k * problem.shape.ranks;
+    // All operators and the GEMM alone multiply.
+    work += rows * problem.shape.hidden * problem.shape.intermediate * calls *
+            static_cast<double>(contest.transports.size() + 2);
+    std::uint64_t here = 0;
+    for (int rank = 0; rank < problem.shape.ranks; ++rank) {
+      here += cpu_moe_contest_bytes(problem, rank, contest);
+    }
+    bytes = std::max(bytes, here);
+  }
+  refuse_long_cpu_run(options.common, work, problems.front().shape.ranks);
+  refuse_large_cpu_run(bytes);
+}
+
+bench::Json line_of(const Options& options, const Point& point, const bench::VariantResult& r) {
+  const Shape& s = point.problem.shape;
+  const Derived d = derive(point);
+  const bench::Quantiles times = bench::quantiles(r.us);
+  double remote = 0.0;
+  for (int rank = 0; rank < s.ranks; ++rank) {
+    remote += bench::remote_fraction(point.problem, rank) / s.ranks;
+  }
+  bench::Json line = {{"shape", options.shape},
+                      {"hidden", s.hidden},
+                      {"intermediate", s.intermediate},
+                      {"experts_per_rank", s.experts_per_rank()},
+                      {"top_k", s.top_k},
+                      {"tokens_per_rank", s.max_tokens_per_rank},
+                      {"routing", options.remote ? "remote fraction" : options.pattern},
+                      {"remote_fraction", remote},
+                      {"wire", options.wire},
+                      {"row_slack", s.row_slack},
+                      {"rows", bench::most_rows(point.problem)},
+                      {"variant", r.variant.name},
+                      {"method",
+                       "interleaved rounds, ranks aligned by a barrier, the slowest rank of each; "
+                       "warm weights"}};
+  add_result(line, r, options.common.check);
+  if (r.variant.name != bench::kCombineAlone) {
+    line["flop"] = d.flop;
+    line["tflops"] = d.flop / times.median_us * 1e-6;
+  }
+  if (r.variant.whole) {
+    line["wire_gb_per_s"] = (r.moved_bytes + r.direct_bytes) / times.median_us * 1e-3;
+    line["gemm_alone_us"] = d.gemm_us;
+    line["combine_alone_us"] = d.combine_us;
+    line["exposed_us"] = times.median_us - d.gemm_us - d.combine_us;
+    line["over_parts"] = times.median_us / (d.gemm_us + d.combine_us);
+    line["speedup_over_unfused"] = d.unfused_us / times.median_us;
+  }
+  return line;
+}
+
+std::string table(const Options& options, const Ranks& ranks, const std::vector<Point>& points) {
+  const Shape& s = points.front().problem.shape;
+  std::string text = fmt::format(
+      "moe_stage2 on {} CPU ranks ({}), {}: hidden {}, intermediate {}, {} experts a rank, top-{}, "
+      "{} wire\nmedians of {} interleaved rounds, the slowest rank of each; exposed: beyond the "
+      "parts alone\n",
+      ranks.size(), ranks.kind(), options.shape, s.hidden, s.intermediate, s.experts_per_rank(),
+      s.top_k, options.wire, options.common.rounds);
+  for (const Point& point : points) {
+    const Derived d = derive(point);
+    double remote = 0.0;
+    for (int rank = 0; rank < s.ranks; ++rank) {
+      remote += bench::remote_fraction(point.problem, rank) / s.ranks;
+    }
+    text += fmt::format("\n{} tokens a rank, {:.3f} of the slots remote\n",
+                        point.problem.shape.max_tokens_per_rank, remote);
+    bench::Table rows({"variant", "us", "p10", "p90", "GFLOPS", "wire GB/s", "exposed us",
+                       "x parts", "x unfused", "check"});
+    for (const bench::VariantResult& r : point.results) {
+      const bench::Quantiles t = bench::quantiles(r.us);
+      const bool multiplies = r.variant.name != bench::kCombineAlone;
+      const auto number = [&](bool there, double value, int digits) {
+        return there ? fmt::format("{:.{}f}", value, digits) : std::string("-");
+      };
+      const bool whole = r.variant.whole;
+      rows.add({r.variant.name + (r.variant.name == options.transport ? " *" : ""),
+                fmt::format("{:.1f}", t.median_us), fmt::format("{:.1f}", t.p10_us),
+                fmt::format("{:.1f}", t.p90_us), number(multiplies, d.flop / t.median_us * 1e-3, 2),
+                number(whole, (r.moved_bytes + r.direct_bytes) / t.median_us * 1e-3, 3),
+                number(whole, t.median_us - d.gemm_us - d.combine_us, 1),
+                number(whole, t.median_us / (d.gemm_us + d.combine_us), 3),
+                number(whole, d.unfused_us / t.median_us, 3), verdict(r, options.common.check)});
+    }
+    text += rows.text();
+  }
+  return text;
+}
+
+std::string plot(const Options& options, const std::vector<Point>& points) {
+  std::vector<bench::PlotSeries> series;
+  for (const Point& point : points) {
+    const Derived d = derive(point);
+    for (const bench::VariantResult& r : point.results) {
+      if (!r.variant.whole || r.variant.name == bench::kUnfused) continue;
+      bench::series_named(series, r.variant.name)
+          .points.emplace_back(static_cast<double>(point.problem.shape.max_tokens_per_rank),
+                               d.unfused_us / median(r));
+    }
+    bench::series_named(series, "parts alone")
+        .points.emplace_back(static_cast<double>(point.problem.shape.max_tokens_per_rank),
+                             d.unfused_us / (d.gemm_us + d.combine_us));
+  }
+  return bench::svg_of({fmt::format("moe_stage2, {}, {} CPU ranks, {} wire", options.shape,
+                                    points.front().problem.shape.ranks, options.wire),
+                        "tokens a rank", "times faster than unfused", bench::PlotUnit::kNumber,
+                        bench::PlotScale::kFromZero},
+                       series);
+}
+
+int run(const Command& command, const Options& options) {
+  const Ranks ranks(options.common.ranks);
+  shape_of(options, ranks.size());  // refuses before anything is made of it
+  std::vector<bench::MoeProblem> problems;
+  for (const std::int64_t tokens : tokens_of(options)) {
+    problems.push_back(problem_of(options, ranks.size(), tokens));
+  }
+  refuse_for_cpu(options, problems);
+
+  std::vector<Point> points;
+  Progress progress("bench moe-stage2");
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    bench::ContestOptions contest;
+    contest.warm_up = options.common.warm_up;
+    contest.rounds = options.common.rounds;
+    contest.check = options.common.check;
+    contest.error_bound = options.wire == "fp8" ? 5e-2 : 1e-2;
+    contest.progress = [&](double fraction) {
+      progress.show((static_cast<double>(i) + fraction) / static_cast<double>(problems.size()),
+                    fmt::format("{} tokens", problems[i].shape.max_tokens_per_rank));
+    };
+    std::vector<bench::VariantResult> results;
+    ranks.run([&](const TeamHandle& team) {
+      const auto contestant = bench::make_cpu_moe_contest(team, problems[i], {});
+      auto mine = bench::compete(*team, *contestant,
+                                 static_cast<std::size_t>(problems[i].shape.hidden), contest);
+      if (team->rank() == 0) results = std::move(mine);
+    });
+    points.push_back({std::move(problems[i]), std::move(results)});
+  }
+  if (!ranks.leads()) return kExitOk;
+
+  if (!options.common.svg.empty()) write_file(options.common.svg, plot(options, points));
+  bool correct = true;
+  bench::JsonLines lines(common_keys(options.common, ranks, "moe_stage2"));
+  for (const Point& point : points) {
+    for (const bench::VariantResult& result : point.results) {
+      correct = correct && result.correct;
+      lines.add(line_of(options, point, result));
+    }
+  }
+  write_stdout(command.json ? lines.text() : table(options, ranks, points));
+  return correct ? kExitOk : kExitFault;
+}
+
+}  // namespace
+
+void add_bench_moe_stage2(CLI::App& parent, Command& command) {
+  CLI::App* sub = parent.add_subcommand(
+      "moe-stage2", "Down projection, rows home, combine: fused, unfused, and the parts alone");
+  const auto options = std::make_shared<Options>();
+  std::vector<std::string> names{"custom"};
+  for (const Model& model : kModels) names.emplace_back(model.name);
+  add_bench_options(*sub, options->common);
+  sub->add_option("--shape", options->shape, "Sizes of a model; tiny is a minute's work on a CPU")
+      ->check(CLI::IsMember(names))
+      ->capture_default_str();
+  sub->add_option("--tokens", options->tokens, "Tokens a rank, several separated by commas")
+      ->delimiter(',')
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  sub->add_option("--hidden", options->hidden, "Columns of a row, with --shape custom");
+  sub->add_option("--intermediate", options->intermediate,
+                  "Depth of the product, with --shape custom");
+  sub->add_option("--top-k", options->top_k, "Experts of a token, with --shape custom");
+  sub->add_option("--experts-per-rank", options->experts_per_rank, "Routed experts of one rank")
+      ->check(CLI::Range(1, moe_stage2::kMaxExpertsPerRank));
+  CLI::Option* routing =
+      sub->add_option("--routing", options->pattern, "Which experts tokens choose")
+          ->check(CLI::IsMember(pattern_names()))
+          ->capture_default_str();
+  sub->add_option("--remote-fraction", options->remote,
+                  "Fraction of the slots on other ranks' experts; balanced routing has (P - 1) / P")
+      ->check(CLI::Range(0.0, 1.0))
+      ->excludes(routing);
+  sub->add_option("--wire", options->wire, "Format of the rows on the wire")
+      ->check(CLI::IsMember({"bf16", "fp8"}))
+      ->capture_default_str();
+  sub->add_option("--transport", options->transport,
+                  "The operator that is marked; all transports are measured")
+      ->check(CLI::IsMember({"copy_engine", "sm", "direct"}))
+      ->capture_default_str();
+  sub->add_option("--row-slack", options->row_slack,
+                  "Reservation of a pair over the even share; without it 1.5, or what "
+                  "--remote-fraction needs");
+  bind(*sub, command, [&command, options] { return run(command, *options); });
+}
+
+}  // namespace penstock::cli

@@ -1,0 +1,86 @@
+"""Runs the operators' benchmarks on CPU ranks as a user does. Usage: operator_bench_test.py BINARY [unittest arguments]"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.dom.minidom
+
+BINARY = os.path.abspath(sys.argv[1])
+
+
+def run_cli(*arguments, expect=0, env=None):
+    done = subprocess.run(
+        [BINARY, *arguments], capture_output=True, timeout=300, check=False, env={**os.environ, **(env or {})}
+    )
+    if done.returncode != expect:
+        raise AssertionError(f"{arguments}: exit code {done.returncode}, not {expect}: {done.stderr.decode()}")
+    return done
+
+
+def lines_of(*arguments, **options):
+    return [json.loads(line) for line in run_cli(*arguments, "--json", **options).stdout.splitlines()]
+
+
+class MoeStage2(unittest.TestCase):
+    QUICK = ("bench", "moe-stage2", "--backend", "cpu", "--rounds", "2", "--warm-up", "0")
+    VARIANTS = ["gemm alone", "combine alone", "unfused", "copy_engine", "sm", "direct"]
+
+    def test_every_variant_is_checked_and_counted(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            svg = os.path.join(folder, "moe.svg")
+            points = lines_of(*self.QUICK, "--tokens", "4,8", "--ranks", "2", "--check", "--svg", svg)
+            curves = xml.dom.minidom.parse(svg).getElementsByTagName("polyline")
+            self.assertEqual([len(c.getAttribute("points").split()) for c in curves], [2] * 4)
+        self.assertEqual([p["variant"] for p in points], self.VARIANTS * 2)
+        for point in points:
+            self.assertEqual(point["samples"], 2)
+            self.assertLessEqual(point["p10_us"], point["median_us"])
+            if point["variant"] in self.VARIANTS[:2]:
+                self.assertIsNone(point["correct"])
+                continue
+            self.assertTrue(point["correct"])
+            self.assertEqual(point["differing_rows"], 0)
+            self.assertLess(point["relative_error"], 5e-2)
+            moved, stored = point["moved_bytes"], point["direct_bytes"]
+            self.assertEqual(moved > 0, point["variant"] != "direct")
+            self.assertEqual(stored > 0, point["variant"] == "direct")
+
+    def test_remote_fraction_is_met(self):
+        # Four of top-4 slots, three quarters of them away: every token has exactly three.
+        points = lines_of(*self.QUICK, "--tokens", "8", "--remote-fraction", "0.75", "--wire", "bf16", "--check")
+        self.assertEqual({p["remote_fraction"] for p in points}, {0.75})
+        self.assertEqual({p["wire"] for p in points}, {"bf16"})
+        self.assertLess(max(p.get("relative_error", 0) for p in points), 1e-2)
+
+    def test_custom_shape_and_words(self):
+        sizes = ("--hidden", "128", "--intermediate", "128", "--top-k", "2", "--experts-per-rank", "3")
+        done = run_cli(*self.QUICK, "--shape", "custom", "--tokens", "5", "--ranks", "1", *sizes, "--check")
+        text = done.stdout.decode()
+        self.assertIn("copy_engine *", text)
+        self.assertEqual(text.count(" ok\n"), 4)
+
+    def test_refusals_name_the_reason(self):
+        for arguments, words in (
+            (("--graph",), b"use --backend cuda"),
+            (("--hidden", "256"), b"--shape custom"),
+            (("--shape", "custom"), b"--tokens"),
+            (("--shape", "glm5"), b"--max-minutes"),
+            (("--ranks", "9"), b"1 to 8"),
+            (("--tokens", "0"), b"0"),
+            (("--wire", "fp4"), b"fp4"),
+            (("--transport", "carrier_pigeon"), b"carrier_pigeon"),
+            (("--routing", "burst", "--remote-fraction", "0.5"), b"excludes"),
+        ):
+            done = run_cli("bench", "moe-stage2", "--backend", "cpu", *arguments, expect=2)
+            self.assertIn(words, done.stderr, arguments)
+
+    def test_a_bad_deadline_is_refused(self):
+        done = run_cli(*self.QUICK, "--tokens", "4", expect=1, env={"PENSTOCK_DEADLINE_S": "soon"})
+        self.assertIn(b"PENSTOCK_DEADLINE_S='soon'", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[2:]])
