@@ -10,6 +10,7 @@
 
 #include "core/cuda/check.h"
 #include "fabric/cuda/driver.h"
+#include "fabric/cuda/put_sm90.h"
 #include "fabric/transport_checks.h"
 #include "penstock/core/error.h"
 #include "penstock/core/log.h"
@@ -31,6 +32,14 @@ constexpr std::chrono::nanoseconds kPeerStart{2400};
 constexpr double kPeerBytesPerNs = 390.0;
 constexpr std::chrono::nanoseconds kLocalStart{3700};
 constexpr double kLocalBytesPerNs = 2000.0;
+// Between ranks that share a GPU the driver's copies are kernels too (none starts while every
+// thread slot is taken), so up to this size the proxy launches one of its own, which carries the
+// signal: one launch instead of a copy and a write that waits for it. Small CTAs, to fit beside
+// others.
+constexpr std::uint64_t kLocalLaunchBytes = 1 << 20;
+constexpr int kLocalThreads = 128;
+constexpr std::uint64_t kLocalBytesPerBlock = 16 << 10;
+constexpr std::size_t kHeadLine = 0, kTailSeenLine = 1, kArrivalsLine = 2, kLines = 3;
 // Descriptors taken at once: what becomes ready while one submission is made (about 2 us a copy).
 constexpr std::size_t kTakeAtOnce = 64;
 constexpr std::size_t kWordsPerLine = kDeviceLineBytes / sizeof(std::uint64_t);
@@ -57,9 +66,10 @@ DeviceCopyEngine::DeviceCopyEngine(std::shared_ptr<DeviceRank> rank, std::shared
                        rank_->device());
   });
   const ScopedDevice scope(rank_->device());
+  PENSTOCK_CUDA_CHECK(load_sm_put());
   const std::size_t ring_bytes = sizeof(RingControl) + options.ring_slots * sizeof(RingSlot);
   for (Ring* ring : {&kernels_, &host_}) ring->memory = PinnedMemory(ring_bytes);
-  const std::size_t words = 2 * kWordsPerLine + options.ring_slots;
+  const std::size_t words = kLines * kWordsPerLine + options.ring_slots;
   PENSTOCK_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&words_), words * sizeof(std::uint64_t)));
   zero_device(words_, words * sizeof(std::uint64_t));
   for (std::size_t i = 0; i < kEvents; ++i) {
@@ -89,9 +99,9 @@ RingView DeviceCopyEngine::ring_view() const {
   RingView view;
   view.slots = kernels_.slots();
   view.tail = &kernels_.control()->tail;
-  view.head = words_;
-  view.tail_seen = words_ + kWordsPerLine;
-  view.signal_cells = words_ + 2 * kWordsPerLine;
+  view.head = words_ + kHeadLine * kWordsPerLine;
+  view.tail_seen = words_ + kTailSeenLine * kWordsPerLine;
+  view.signal_cells = words_ + kLines * kWordsPerLine;
   view.capacity = options_.ring_slots;
   return view;
 }
@@ -134,7 +144,8 @@ void DeviceCopyEngine::put(const PutDescriptor& descriptor) {
 std::uint64_t DeviceCopyEngine::posted_by_kernels() {
   const ScopedDevice scope(rank_->device());
   std::uint64_t posted = 0;
-  read_device(&posted, words_, sizeof(posted));  // one word by a copy engine: waits for no kernel
+  read_device(&posted, words_ + kHeadLine * kWordsPerLine,
+              sizeof(posted));  // one word by a copy engine: waits for no kernel
   return posted;
 }
 
@@ -237,19 +248,7 @@ bool DeviceCopyEngine::ready(const Ring& ring) const {
 std::size_t DeviceCopyEngine::collect(Ring& ring) {
   taken_.clear();
   std::size_t bad = 0;
-  std::uint64_t bytes = 0;
-  Clock::time_point started{};
-  Clock::time_point latest{};
-  while (taken_.size() < kTakeAtOnce) {
-    if (!ready(ring)) {
-      if (!in_flight_.empty() || bytes < kGatherFrom) break;
-      const auto now = Clock::now();
-      if (latest == Clock::time_point{}) latest = now;
-      if (started == Clock::time_point{}) started = now;
-      if (now - latest >= options_.gather || now - started >= 4 * options_.gather) break;
-      continue;
-    }
-    latest = {};
+  while (taken_.size() < kTakeAtOnce && ready(ring)) {
     const RingSlot& slot = ring.slots()[ring_index(ring.next, options_.ring_slots)];
     const std::uint64_t position = ring.next++;
     try {
@@ -263,7 +262,6 @@ std::size_t DeviceCopyEngine::collect(Ring& ring) {
     }
     taken_.push_back({slot.put, position});
     merger_.push(slot.put);
-    bytes += slot.put.bytes;
   }
   return bad;
 }
@@ -299,8 +297,37 @@ bool DeviceCopyEngine::take(Ring& ring, bool from_kernels) {
   return true;
 }
 
+// Whether the copy was one for copy_locally(); a failure is on record then.
+bool DeviceCopyEngine::copy_locally(const MergedCopy& copy, TransportCounters& add) {
+  if (!mapping_->same_device(copy.peer) || copy.bytes == 0 || copy.bytes > kLocalLaunchBytes ||
+      copy.signals.size() > 1) {
+    return false;
+  }
+  std::byte* base = window_->base(copy.peer);
+  SmPut put;
+  put.dst = base + copy.dst_offset;
+  put.src = window_->local() + copy.src_offset;
+  put.bytes = copy.bytes;
+  if (!copy.signals.empty()) {
+    put.word = reinterpret_cast<std::uint64_t*>(base + copy.signals[0].first);
+    put.epoch = copy.signals[0].second;
+  }
+  put.arrivals = reinterpret_cast<std::uint32_t*>(words_ + kArrivalsLine * kWordsPerLine);
+  const auto blocks =
+      static_cast<int>((copy.bytes + kLocalBytesPerBlock - 1) / kLocalBytesPerBlock);
+  if (!succeeded(launch_sm_put(put, blocks, rank_->proxy()->stream(), kLocalThreads), copy.peer)) {
+    return true;
+  }
+  add.puts += copy.puts;
+  add.copies += 1;
+  add.bytes += copy.bytes;
+  add.signals += copy.signals.size();
+  return true;
+}
+
 void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, bool from_kernels,
                               TransportCounters& add) {
+  if (copy_locally(copy, add)) return;
   std::byte* base = window_->base(copy.peer);
   const bool local = mapping_->same_device(copy.peer);
   Proxy& proxy = *rank_->proxy();
@@ -336,7 +363,7 @@ void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, bool fro
                  options_.ring_slots) == first + run) {
         ++run;
       }
-      const std::uint64_t* cells = words_ + 2 * kWordsPerLine + first;
+      const std::uint64_t* cells = words_ + kLines * kWordsPerLine + first;
       sent = succeeded(proxy.copy(base + offset, cells, run * sizeof(epoch), local), copy.peer);
     } else {
       // The host's own puts have no device cell: the pinned slot is the source.

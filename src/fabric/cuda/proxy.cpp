@@ -10,6 +10,7 @@
 #include "core/cuda/check.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/memory.h"
+#include "fabric/cuda/put_sm90.h"
 #include "penstock/core/error.h"
 
 namespace penstock::cuda {
@@ -50,6 +51,10 @@ Proxy::Proxy(int device) : device_(device) {
   int greatest = 0;
   PENSTOCK_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   PENSTOCK_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  // Local copies are kernels: set the stream up for them before anybody waits
+  // (DeviceRank::prepare).
+  PENSTOCK_CUDA_CHECK(launch_nothing(stream_));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {

@@ -28,8 +28,8 @@ cudaError_t launch_nothing(cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t launch_sm_put(const SmPut& put, int blocks, cudaStream_t stream) {
-  sm_put_kernel<<<blocks, kSmPutThreads, 0, stream>>>(put);
+cudaError_t launch_sm_put(const SmPut& put, int blocks, cudaStream_t stream, int threads) {
+  sm_put_kernel<<<blocks, threads, 0, stream>>>(put);
   return cudaGetLastError();
 }
 

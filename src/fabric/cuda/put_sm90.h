@@ -22,9 +22,10 @@ inline constexpr int kSmPutThreads = 1024;
 // Eight CTAs fill an NVLink 4 direction (355 GB/s measured, 16: 349, 132: 369).
 inline constexpr int kSmPutBlocks = 8;
 
-// Enqueues the copy on `stream`, `blocks` CTAs of 1024 threads. Order: the data, then the signal
-// (release, system).
-cudaError_t launch_sm_put(const SmPut& put, int blocks, cudaStream_t stream);
+// Enqueues the copy on `stream`, `blocks` CTAs of `threads` (64 registers each). Order: the data,
+// then the signal (release, system).
+cudaError_t launch_sm_put(const SmPut& put, int blocks, cudaStream_t stream,
+                          int threads = kSmPutThreads);
 // An empty kernel: makes the driver set up the stream and the context's launch resources.
 cudaError_t launch_nothing(cudaStream_t stream);
 // Loads the kernels now (see load_packet_kernels).
