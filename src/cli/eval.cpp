@@ -10,6 +10,7 @@
 #include <numbers>
 
 #include "cli/command.h"
+#include "cli/device.h"
 #include "cli/tokens.h"
 #include "penstock/core/error.h"
 #include "penstock/model/checkpoint.h"
@@ -26,6 +27,7 @@ struct Options {
   std::string activations = "f32";
   std::string reference;  // empty: the engine; else the precision
   EngineOptions engine;
+  DeviceOptions device;
 };
 
 constexpr std::int64_t kDefaultContext = 2048;
@@ -230,9 +232,12 @@ int run(Options options, const Command& command) {
     options.engine.max_context = static_cast<std::int64_t>(longest);
     options.engine.activations =
         options.activations == "fp8" ? ActivationFormat::kFp8 : ActivationFormat::kF32;
+    options.device.apply(options.engine);
     Engine engine(checkpoint, options.engine);
     score_with_engine(engine, text, score, tick);
     how = {{"implementation", "engine"},
+           {"device", options.device.device},
+           {"layers", options.device.layers_in_force()},
            {"ranks", engine.options().ranks},
            {"threads_per_rank", engine.options().threads},
            {"activations", to_string(engine.options().activations)}};
@@ -320,10 +325,13 @@ void add_eval(CLI::App& app, Command& command) {
       ->check(CLI::Range(0, 1024))
       ->type_name("N")
       ->capture_default_str();
+  add_device_options(*sub, options->device);
   sub->add_flag("--reference{f32}", options->reference,
                 "Run the reference instead of the engine, in f32 or (--reference=f64) f64")
       ->check(CLI::IsMember({"f32", "f64"}))
       ->excludes(activations)
+      ->excludes(sub->get_option("--device"))
+      ->excludes(sub->get_option("--layers"))
       ->excludes(ranks);
   bind(*sub, command, [options, &command] { return run(*options, command); });
 }

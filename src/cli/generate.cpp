@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cli/command.h"
+#include "cli/device.h"
 #include "cli/tokens.h"
 #include "penstock/core/error.h"
 #include "penstock/model/checkpoint.h"
@@ -25,6 +26,7 @@ struct Options {
   bool ignore_eos = false, quiet = false;
   std::string activations = "f32";
   EngineOptions engine;
+  DeviceOptions device;
 };
 
 std::vector<std::int32_t> read_prompt(const Options& options, const Checkpoint& checkpoint) {
@@ -74,6 +76,7 @@ int run(Options options, const Command& command) {
       std::min(config.max_positions, prompt_size + std::max<std::int64_t>(options.max_tokens, 1));
   options.engine.activations =
       options.activations == "fp8" ? ActivationFormat::kFp8 : ActivationFormat::kF32;
+  options.device.apply(options.engine);
   Engine engine(checkpoint, options.engine);
   const SequenceId sequence = engine.create_sequence();
   const double loaded = now_seconds();
@@ -141,6 +144,8 @@ int run(Options options, const Command& command) {
                  {{"tokens", decode_steps},
                   {"seconds", decode_seconds},
                   {"tokens_per_second", per_second(decode_steps, decode_seconds)}}},
+                {"device", options.device.device},
+                {"layers", options.device.layers_in_force()},
                 {"ranks", engine.options().ranks},
                 {"threads_per_rank", engine.options().threads},
                 {"activations", to_string(engine.options().activations)},
@@ -151,10 +156,11 @@ int run(Options options, const Command& command) {
   if (!options.quiet) {
     print_log(fmt::format(
         "load {:.3f} s; prefill {} tokens in {:.3f} s ({:.0f} tokens/s); decode {} tokens in "
-        "{:.3f} s ({:.0f} tokens/s); ranks {}, threads per rank {}; ended by {}",
+        "{:.3f} s ({:.0f} tokens/s); {} on {}, ranks {}, threads per rank {}; ended by {}",
         load_seconds, prompt.size(), prefill_seconds, per_second(prompt.size(), prefill_seconds),
         decode_steps, decode_seconds, per_second(decode_steps, decode_seconds),
-        engine.options().ranks, engine.options().threads, finish));
+        options.device.layers_in_force(), options.device.device, engine.options().ranks,
+        engine.options().threads, finish));
   }
   return kExitOk;
 }
@@ -218,6 +224,7 @@ void add_generate(CLI::App& app, Command& command) {
                   "f32, or fp8: quantised per token and 128 columns before FP8 weights")
       ->check(CLI::IsMember({"f32", "fp8"}))
       ->capture_default_str();
+  add_device_options(*sub, options->device);
   sub->add_flag("-q,--quiet", options->quiet, "No timing summary");
   bind(*sub, command, [options, &command] { return run(*options, command); });
 }

@@ -7,6 +7,7 @@
 #include <thread>
 #include <unordered_set>
 
+#include "model/decode_runner.h"
 #include "model/engine_weights.h"
 #include "model/paged_cache.h"
 #include "model/rank_group.h"
@@ -18,6 +19,7 @@ namespace penstock {
 namespace {
 
 using engine::Chunk;
+using engine::DecodeRunner;
 using engine::ModelWeights;
 using engine::PageTable;
 using engine::RankGroup;
@@ -28,6 +30,25 @@ using engine::Sequence;
 void check_option(bool ok, std::string_view name, std::int64_t value, std::string_view accepted) {
   require(ok, ErrorKind::kInvalidArgument,
           [&] { return fmt::format("EngineOptions::{} is {}: give {}", name, value, accepted); });
+}
+
+void check_decode_options(const ModelConfig& config, EngineOptions& options) {
+  require(options.activations == ActivationFormat::kF32, ErrorKind::kUnsupported, [] {
+    return std::string(
+        "decode_layer multiplies FP8 weights with bf16 activations and does not quantise them: use "
+        "ActivationFormat::kF32");
+  });
+  const std::int64_t most =
+      std::min<std::int64_t>({config.index_top_k, config.max_positions, decode::kMaxPicks});
+  require(options.max_context <= most, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "a context of {} tokens: decode_layer attends to given picks and has no indexer yet, so "
+        "contexts end at the indexer's top-k of {}, below which the picks are all positions: ask "
+        "for at most {} tokens, prompt included",
+        options.max_context, most, most);
+  });
+  if (options.max_context == 0) options.max_context = most;
+  options.max_rows = std::min<std::int64_t>(options.max_rows, decode::kMaxRows);
 }
 
 EngineOptions fill_in(const ModelConfig& config, EngineOptions options) {
@@ -44,14 +65,18 @@ EngineOptions fill_in(const ModelConfig& config, EngineOptions options) {
       options.max_context >= 0 && options.max_context <= config.max_positions, "max_context",
       options.max_context,
       fmt::format("1 to {} (max_position_embeddings), or 0 for all of it", config.max_positions));
+  if (options.decode_layers != nullptr) check_decode_options(config, options);
   if (options.max_context == 0) options.max_context = config.max_positions;
   constexpr std::int64_t kMostRows = 65536;
   check_option(options.max_rows >= 1 && options.max_rows <= kMostRows, "max_rows", options.max_rows,
                fmt::format("1 to {}", kMostRows));
   constexpr std::int64_t kMostPages = std::int64_t{1} << 40;
+  constexpr std::int64_t kMostDecodePages = std::int64_t{1} << 24;
   check_option(options.pages >= 0 && options.pages <= kMostPages, "pages", options.pages,
                "at least 1, or 0 for one sequence of max_context tokens");
   if (options.pages == 0) options.pages = PageTable::pages_for(options.max_context);
+  check_option(options.decode_layers == nullptr || options.pages <= kMostDecodePages, "pages",
+               options.pages, fmt::format("at most {}: picks are 32-bit slots", kMostDecodePages));
   if (!(options.latent_eps >= 0.0)) options.latent_eps = config.latent_eps;
   return options;
 }
@@ -99,8 +124,13 @@ struct Engine::State {
         options(fill_in(config, given)),
         weights(load(checkpoint)),
         table(options.pages),
-        group(options.ranks),
-        workers(static_cast<std::size_t>(options.ranks)) {
+        group(options.decode_layers != nullptr ? 1 : options.ranks) {
+    if (options.decode_layers != nullptr) {
+      decode = std::make_unique<DecodeRunner>(config, options, weights,
+                                              options.decode_layers(checkpoint, options));
+      return;
+    }
+    workers.resize(static_cast<std::size_t>(options.ranks));
     group.run([&](int rank) {
       workers[static_cast<std::size_t>(rank)] =
           std::make_unique<RankWorker>(config, options, weights, rank, group.team(rank));
@@ -108,7 +138,7 @@ struct Engine::State {
   }
 
   ModelWeights load(const Checkpoint& checkpoint) const {
-    check_geometry(config, options.ranks);
+    if (options.decode_layers == nullptr) check_geometry(config, options.ranks);
     return engine::load_weights(checkpoint);
   }
 
@@ -151,7 +181,11 @@ struct Engine::State {
   }
 
   void run_chunk(const Chunk& chunk) {
-    group.run([&](int rank) { workers[static_cast<std::size_t>(rank)]->forward(chunk); });
+    if (decode) {
+      decode->forward(chunk);
+    } else {
+      group.run([&](int rank) { workers[static_cast<std::size_t>(rank)]->forward(chunk); });
+    }
   }
 
   // Splits the batch into chunks of max_rows rows and runs them.
@@ -221,7 +255,8 @@ struct Engine::State {
   ModelWeights weights;
   PageTable table;
   RankGroup group;
-  std::vector<std::unique_ptr<RankWorker>> workers;
+  std::vector<std::unique_ptr<RankWorker>> workers;  // none with decode
+  std::unique_ptr<DecodeRunner> decode;              // null: the engine's own layers
   CaptureHook capture;
 };
 
@@ -265,6 +300,13 @@ EngineMemory Engine::memory() const noexcept {
   EngineMemory memory;
   memory.weight_bytes = s.weights.weight_bytes;
   memory.converted_bytes = s.weights.converted_bytes;
+  if (s.decode) {
+    memory.converted_bytes += s.decode->layers().weight_bytes();
+    memory.page_bytes = s.decode->layers().page_bytes();
+    memory.cache_bytes = memory.page_bytes * s.options.pages;
+    memory.scratch_bytes = s.decode->layers().scratch_bytes();
+    return memory;
+  }
   memory.page_bytes = engine::CacheStorage::page_bytes(s.config) * s.options.ranks;
   memory.cache_bytes = memory.page_bytes * s.options.pages;
   for (const auto& worker : s.workers) memory.scratch_bytes += worker->scratch_bytes();
@@ -278,6 +320,10 @@ std::int64_t Engine::memory_bytes() const noexcept {
 
 void Engine::poison_unused(float value) {
   state_->table.for_unused([&](engine::Slot slot) {
+    if (state_->decode) {
+      state_->decode->layers().poison(slot);
+      return;
+    }
     for (const auto& worker : state_->workers) worker->cache().fill(slot, value);
   });
 }

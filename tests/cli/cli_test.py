@@ -119,6 +119,29 @@ class Generate(CliTest):
             self.assertEqual(got["tokens"], want[-160:-136], arguments)
             self.assertEqual(got["prompt_tokens"], want[:-160])
 
+    def test_decode_layer_runs_the_layers(self):
+        count = 4 if SLOW_BUILD else 16
+        want = list(self.golden["greedy.0.tokens"][1])
+        for arguments in ([], ["--ranks", "2", "--kv-format", "fp8-scaled"]):
+            got = self.json_of(
+                "generate", MODEL, "-p", PROMPT, "-n", str(count), "--layers", "decode-layer", *arguments
+            )
+            self.assertEqual(got["tokens"], want[-160 : count - 160])
+            self.assertEqual((got["layers"], got["device"]), ("decode-layer", "cpu"))
+        refused = self.run_cli("generate", MODEL, "-p", PROMPT, "--layers", "decode-layer", expect=77)
+        self.assertIn(b"at most 128 tokens", refused.stderr)
+        self.run_cli("generate", MODEL, "-p", PROMPT, "--layers", "engine", "--device", "cuda", expect=2)
+        self.run_cli("generate", MODEL, "-p", PROMPT, "--kv-format", "fp8", expect=2)
+
+    def test_cuda_runs_or_says_why_not(self):
+        arguments = ["generate", MODEL, "-p", PROMPT, "-n", "2", "--device", "cuda"]
+        done = subprocess.run([BINARY, *arguments], capture_output=True, timeout=DEADLINE_S, check=False)
+        if done.returncode == 0:
+            self.assertEqual(done.stdout, b" o")
+        else:
+            self.assertEqual(done.returncode, 77)
+            self.assertRegex(done.stderr.decode(), "decode_layer on a GPU: .*(GPU|CUDA)")
+
     def test_all_ways_to_give_a_prompt_agree(self):
         file = self.path("prompt", PROMPT)
         ids = [2, *PROMPT.encode()]
@@ -396,6 +419,14 @@ class Eval(CliTest):
         self.run_cli("eval", MODEL, "--tokens", short, "--dump", dump, "--reference")
         tensors = read_safetensors(dump)
         self.assertLess(relative_error(tensors["nll"][1], nll[:139]), 1e-5)
+
+    def test_decode_layer_predicts_as_well_as_the_engine(self):
+        text = self.heldout(60 if SLOW_BUILD else 400)
+        want = self.json_of("eval", MODEL, text, "--max-context", "96")
+        got = self.json_of("eval", MODEL, text, "--max-context", "96", "--layers", "decode-layer")
+        self.assertEqual(got["predicted_bytes"], want["predicted_bytes"])
+        self.assertNotEqual(got["bits_per_byte"], want["bits_per_byte"])
+        self.assertAlmostEqual(got["bits_per_byte"], want["bits_per_byte"], delta=0.01)
 
     def test_max_context_cuts_token_ids(self):
         ids = self.path("ids", "2 71 101 49 58 49")

@@ -21,6 +21,7 @@
 
 #include "penstock/model/checkpoint.h"
 #include "penstock/model/config.h"
+#include "penstock/ops/decode_layer/shape.h"
 
 namespace penstock {
 
@@ -32,6 +33,11 @@ enum class ActivationFormat : unsigned char {
          // absorbed products W_UK, W_UV keep f32
 };
 std::string_view to_string(ActivationFormat format);
+
+struct EngineOptions;
+class DecodeLayers;  // decode_layers.h
+using DecodeLayersFactory = std::unique_ptr<DecodeLayers> (*)(const Checkpoint&,
+                                                              const EngineOptions&);
 
 // Zero (or a negative latent_eps) asks for the default written beside each member.
 struct EngineOptions {
@@ -51,6 +57,14 @@ struct EngineOptions {
   std::int64_t max_context = 0;
   // Eps of q_a_layernorm and kv_a_layernorm; negative: the configuration's.
   double latent_eps = -1.0;
+  // What runs the decoder layers; null: the engine's own products. cpu_decode_layers or
+  // cuda_decode_layers (decode_layers.h) run each as decode_layer, prefill in chunks of up to 16
+  // rows; embedding, final norm and lm_head stay on the CPU. That operator attends to given picks
+  // and has no indexer yet, so contexts end at the indexer's top-k, below which the picks are all
+  // positions. Values cross its stages in bf16 (reference.h names where); activations must be kF32.
+  DecodeLayersFactory decode_layers = nullptr;
+  // Cache rows of decode_layers; the engine's own are f32.
+  decode::KvFormat kv_format = decode::KvFormat::kBf16;
 };
 
 // Names a sequence of one engine; never reused by it.
@@ -97,19 +111,21 @@ using CaptureHook = std::function<void(const Capture&)>;
 // Bytes held, all ranks together.
 struct EngineMemory {
   std::int64_t weight_bytes = 0;     // mapped weights and scales that a step may read
-  std::int64_t converted_bytes = 0;  // norms and biases kept as f32
+  std::int64_t converted_bytes = 0;  // norms and biases kept as f32; decode_layers' weight units
   std::int64_t cache_bytes = 0;      // latent and index pages, reserved
   std::int64_t scratch_bytes = 0;    // activations of max_rows rows
   std::int64_t page_bytes = 0;       // one page (64 tokens, all layers, all ranks)
 };
 
-// Cache rows are f32: latent rows [kv_lora + rope] (normalised c_kv, then k_pe rotated in place,
-// pairs (2i, 2i + 1) kept interleaved) and index keys [index_dim]. bf16 rows would halve them, but
-// their rounding alone is 1e-3 relative, the whole budget of this operator against its reference.
+// Without decode_layers, cache rows are f32: latent rows [kv_lora + rope] (normalised c_kv, then
+// k_pe rotated in place, pairs (2i, 2i + 1) kept interleaved) and index keys [index_dim]. bf16 rows
+// would halve them, but their rounding alone is 1e-3 relative, the whole budget of this operator
+// against its reference.
 //
 // Determinism: a token's bits depend on its sequence's tokens and the rank count only; not on what
 // else is in the batch, chunking, threads or page placement. They may differ between instruction
-// sets (the widest one that the processor has is chosen at run time).
+// sets (the widest one that the processor has is chosen at run time). With cuda_decode_layers also
+// on the multiprocessors that a rank has (decode_layer.h).
 //
 // One caller at a time: calls from two threads need the caller's lock. Engines are independent.
 class Engine {
@@ -151,14 +167,15 @@ class Engine {
 
   // Shows intermediate results of later steps, on the calling thread, rank 0's values, rows in
   // batch order within a stage. An empty hook ends it. An exception from the hook ends the step as
-  // a rank's failure does.
+  // a rank's failure does. With decode_layers: "embedding" and "layer.out" only.
   void set_capture(CaptureHook hook);
 
   EngineMemory memory() const noexcept;
   // All of memory() but page_bytes, summed.
   std::int64_t memory_bytes() const noexcept;
 
-  // Overwrites every cache element that belongs to no token with `value`; for tests of stale reads.
+  // Overwrites every cache element that belongs to no token with `value` (with decode_layers: with
+  // NaN); for tests of stale reads.
   void poison_unused(float value);
 
  private:
