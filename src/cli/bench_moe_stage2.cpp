@@ -9,6 +9,8 @@
 #include "cli/bench/moe_contest.h"
 #include "cli/bench/plot.h"
 #include "cli/bench_options.h"
+#include "fabric/gpu.h"
+#include "ops/moe_stage2/bench.h"
 #include "penstock/core/error.h"
 
 namespace penstock::cli {
@@ -40,13 +42,17 @@ struct Options {
   std::string pattern = "balanced";
   std::string wire = "fp8";
   std::string transport = "copy_engine";
+  std::string nccl = moe_stage2::StageBenchOptions{}.nccl;
   std::optional<double> row_slack;
 };
 
 // One token count and what was measured there.
 struct Point {
-  bench::MoeProblem problem;
-  std::vector<bench::VariantResult> results;
+  Shape shape;
+  double remote = 0.0;    // fraction of all slots
+  std::int64_t rows = 0;  // of the rank that has most
+  std::vector<bench::VariantResult> results{};
+  bench::Json facts = bench::Json::object();  // what only one back end knows
 };
 
 // What of the measurement a line is about.
@@ -58,13 +64,22 @@ const bench::VariantResult& find(const Point& point, std::string_view name) {
   return *std::find_if(point.results.begin(), point.results.end(),
                        [&](const bench::VariantResult& r) { return r.variant.name == name; });
 }
+bool has(const Point& point, std::string_view name) {
+  return std::any_of(point.results.begin(), point.results.end(),
+                     [&](const bench::VariantResult& r) { return r.variant.name == name; });
+}
 double median(const bench::VariantResult& result) { return bench::quantiles(result.us).median_us; }
 
+// What speed-ups are against: NCCL's all-to-all where it is there, else the operator unfused.
+std::string_view baseline(const Point& point) {
+  return has(point, bench::kUnfusedNccl) ? bench::kUnfusedNccl : bench::kUnfused;
+}
+
 Derived derive(const Point& point) {
-  const Shape& s = point.problem.shape;
+  const Shape& s = point.shape;
   return {median(find(point, bench::kGemmAlone)), median(find(point, bench::kCombineAlone)),
-          median(find(point, bench::kUnfused)),
-          2.0 * static_cast<double>(bench::most_rows(point.problem)) * s.hidden * s.intermediate};
+          median(find(point, baseline(point))),
+          2.0 * static_cast<double>(point.rows) * s.hidden * s.intermediate};
 }
 
 Shape shape_of(const Options& options, int ranks) {
@@ -171,14 +186,20 @@ void refuse_for_cpu(const Options& options, const std::vector<bench::MoeProblem>
   refuse_large_cpu_run(bytes);
 }
 
+void refuse_for_cuda(const Options& options) {
+  refuse_for_cuda(options.common);
+  if (options.pattern != "balanced") {
+    throw UsageError(fmt::format(
+        "--routing {}: on GPUs balanced routing and --remote-fraction are measured; take "
+        "--backend cpu for the other patterns",
+        options.pattern));
+  }
+}
+
 bench::Json line_of(const Options& options, const Point& point, const bench::VariantResult& r) {
-  const Shape& s = point.problem.shape;
+  const Shape& s = point.shape;
   const Derived d = derive(point);
   const bench::Quantiles times = bench::quantiles(r.us);
-  double remote = 0.0;
-  for (int rank = 0; rank < s.ranks; ++rank) {
-    remote += bench::remote_fraction(point.problem, rank) / s.ranks;
-  }
   bench::Json line = {{"shape", options.shape},
                       {"hidden", s.hidden},
                       {"intermediate", s.intermediate},
@@ -186,16 +207,15 @@ bench::Json line_of(const Options& options, const Point& point, const bench::Var
                       {"top_k", s.top_k},
                       {"tokens_per_rank", s.max_tokens_per_rank},
                       {"routing", options.remote ? "remote fraction" : options.pattern},
-                      {"remote_fraction", remote},
+                      {"remote_fraction", point.remote},
                       {"wire", options.wire},
                       {"row_slack", s.row_slack},
-                      {"rows", bench::most_rows(point.problem)},
-                      {"variant", r.variant.name},
-                      {"method",
-                       "interleaved rounds, ranks aligned by a barrier, the slowest rank of each; "
-                       "warm weights"}};
+                      {"rows", point.rows},
+                      {"graph", options.common.graph},
+                      {"variant", r.variant.name}};
+  line.update(point.facts);
   add_result(line, r, options.common.check);
-  if (r.variant.name != bench::kCombineAlone) {
+  if (r.variant.whole || r.variant.name == bench::kGemmAlone) {
     line["flop"] = d.flop;
     line["tflops"] = d.flop / times.median_us * 1e-6;
   }
@@ -205,39 +225,40 @@ bench::Json line_of(const Options& options, const Point& point, const bench::Var
     line["combine_alone_us"] = d.combine_us;
     line["exposed_us"] = times.median_us - d.gemm_us - d.combine_us;
     line["over_parts"] = times.median_us / (d.gemm_us + d.combine_us);
-    line["speedup_over_unfused"] = d.unfused_us / times.median_us;
+    line["baseline"] = baseline(point);
+    line["speedup_over_baseline"] = d.unfused_us / times.median_us;
   }
   return line;
 }
 
-std::string table(const Options& options, const Ranks& ranks, const std::vector<Point>& points) {
-  const Shape& s = points.front().problem.shape;
+std::string table(const Options& options, const Ranks& ranks, std::string_view machine,
+                  const std::vector<Point>& points) {
+  const Shape& s = points.front().shape;
   std::string text = fmt::format(
-      "moe_stage2 on {} CPU ranks ({}), {}: hidden {}, intermediate {}, {} experts a rank, top-{}, "
-      "{} wire\nmedians of {} interleaved rounds, the slowest rank of each; exposed: beyond the "
-      "parts alone\n",
-      ranks.size(), ranks.kind(), options.shape, s.hidden, s.intermediate, s.experts_per_rank(),
-      s.top_k, options.wire, options.common.rounds);
+      "moe_stage2, {} ranks ({}) on {}; {}: hidden {}, intermediate {}, {} experts a rank, top-{}, "
+      "{} wire{}\nmedians of {} interleaved rounds, the slowest rank of each; exposed: beyond the "
+      "parts alone; * --transport\n",
+      ranks.size(), ranks.kind(), machine, options.shape, s.hidden, s.intermediate,
+      s.experts_per_rank(), s.top_k, options.wire, options.common.graph ? ", graph" : "",
+      options.common.rounds);
   for (const Point& point : points) {
     const Derived d = derive(point);
-    double remote = 0.0;
-    for (int rank = 0; rank < s.ranks; ++rank) {
-      remote += bench::remote_fraction(point.problem, rank) / s.ranks;
-    }
     text += fmt::format("\n{} tokens a rank, {:.3f} of the slots remote\n",
-                        point.problem.shape.max_tokens_per_rank, remote);
-    bench::Table rows({"variant", "us", "p10", "p90", "GFLOPS", "wire GB/s", "exposed us",
-                       "x parts", "x unfused", "check"});
+                        point.shape.max_tokens_per_rank, point.remote);
+    bench::Table rows({"variant", "us", "p10", "p90", "TFLOPS", "wire GB/s", "exposed us",
+                       "x parts", fmt::format("x {}", baseline(point)), "check"});
     for (const bench::VariantResult& r : point.results) {
       const bench::Quantiles t = bench::quantiles(r.us);
-      const bool multiplies = r.variant.name != bench::kCombineAlone;
+      const bool whole = r.variant.whole;
       const auto number = [&](bool there, double value, int digits) {
         return there ? fmt::format("{:.{}f}", value, digits) : std::string("-");
       };
-      const bool whole = r.variant.whole;
       rows.add({r.variant.name + (r.variant.name == options.transport ? " *" : ""),
                 fmt::format("{:.1f}", t.median_us), fmt::format("{:.1f}", t.p10_us),
-                fmt::format("{:.1f}", t.p90_us), number(multiplies, d.flop / t.median_us * 1e-3, 2),
+                fmt::format("{:.1f}", t.p90_us),
+                whole || r.variant.name == bench::kGemmAlone
+                    ? fmt::format("{:.4g}", d.flop / t.median_us * 1e-6)
+                    : std::string("-"),
                 number(whole, (r.moved_bytes + r.direct_bytes) / t.median_us * 1e-3, 3),
                 number(whole, t.median_us - d.gemm_us - d.combine_us, 1),
                 number(whole, t.median_us / (d.gemm_us + d.combine_us), 3),
@@ -248,60 +269,164 @@ std::string table(const Options& options, const Ranks& ranks, const std::vector<
   return text;
 }
 
-std::string plot(const Options& options, const std::vector<Point>& points) {
+std::string plot(const Options& options, std::string_view machine,
+                 const std::vector<Point>& points) {
   std::vector<bench::PlotSeries> series;
   for (const Point& point : points) {
     const Derived d = derive(point);
+    const auto tokens = static_cast<double>(point.shape.max_tokens_per_rank);
     for (const bench::VariantResult& r : point.results) {
-      if (!r.variant.whole || r.variant.name == bench::kUnfused) continue;
+      if (!r.variant.whole || r.variant.name == baseline(point)) continue;
       bench::series_named(series, r.variant.name)
-          .points.emplace_back(static_cast<double>(point.problem.shape.max_tokens_per_rank),
-                               d.unfused_us / median(r));
+          .points.emplace_back(tokens, d.unfused_us / median(r));
     }
     bench::series_named(series, "parts alone")
-        .points.emplace_back(static_cast<double>(point.problem.shape.max_tokens_per_rank),
-                             d.unfused_us / (d.gemm_us + d.combine_us));
+        .points.emplace_back(tokens, d.unfused_us / (d.gemm_us + d.combine_us));
   }
-  return bench::svg_of({fmt::format("moe_stage2, {}, {} CPU ranks, {} wire", options.shape,
-                                    points.front().problem.shape.ranks, options.wire),
-                        "tokens a rank", "times faster than unfused", bench::PlotUnit::kNumber,
-                        bench::PlotScale::kFromZero},
+  return bench::svg_of({fmt::format("moe_stage2, {}, {} ranks, {} wire, {}", options.shape,
+                                    points.front().shape.ranks, options.wire, machine),
+                        "tokens a rank", fmt::format("times faster than {}", baseline(points[0])),
+                        bench::PlotUnit::kNumber, bench::PlotScale::kFromZero},
                        series);
+}
+
+Point point_of(const bench::MoeProblem& problem) {
+  Point point{.shape = problem.shape};
+  for (int rank = 0; rank < problem.shape.ranks; ++rank) {
+    point.remote += bench::remote_fraction(problem, rank) / problem.shape.ranks;
+  }
+  point.rows = bench::most_rows(problem);
+  return point;
+}
+
+double error_bound(const Options& options) { return options.wire == "fp8" ? 5e-2 : 1e-2; }
+
+Point measure_cpu(const Options& options, const Ranks& ranks, const bench::MoeProblem& problem,
+                  const std::function<void(double)>& progress) {
+  bench::ContestOptions contest;
+  contest.warm_up = options.common.warm_up;
+  contest.rounds = options.common.rounds;
+  contest.check = options.common.check;
+  contest.error_bound = error_bound(options);
+  contest.progress = progress;
+  Point point = point_of(problem);
+  ranks.run([&](const TeamHandle& team) {
+    const auto contestant = bench::make_cpu_moe_contest(team, problem, {});
+    auto mine =
+        bench::compete(*team, *contestant, static_cast<std::size_t>(problem.shape.hidden), contest);
+    if (team->rank() == 0) point.results = std::move(mine);
+  });
+  point.facts["method"] =
+      "interleaved rounds, ranks aligned by a barrier, the slowest rank of each; warm weights";
+  return point;
+}
+
+// The command's names of what the CUDA back end times.
+bench::Variant variant_of(moe_stage2::StageVariant v) {
+  using moe_stage2::StageVariant;
+  switch (v) {
+    case StageVariant::kGemm:
+      return {bench::kGemmAlone, false, false};
+    case StageVariant::kCombine:
+      return {bench::kCombineAlone, false, false};
+    case StageVariant::kPlan:
+      return {"plan alone", false, false};
+    case StageVariant::kNccl:
+      return {bench::kUnfusedNccl, true, true};
+    default:
+      return {std::string(to_string(v)), true, true};
+  }
+}
+
+Point measure_cuda(const Options& options, const Ranks& ranks, const bench::MoeProblem& problem) {
+  moe_stage2::StageBenchOptions stage;
+  stage.shape = problem.shape;
+  stage.remote_fraction = options.remote.value_or(-1.0);
+  stage.rounds = options.common.rounds;
+  stage.warmup = options.common.warm_up;
+  stage.graph = options.common.graph;
+  stage.seed = options.common.seed;
+  stage.nccl = options.nccl;
+  moe_stage2::StageBench measured;
+  std::vector<double> errors;
+  ranks.run([&](const TeamHandle& team) {
+    const int device = gpu_of_rank(team->local_rank());
+    auto mine = gpu_bench_stage2(team, device, stage);
+    std::vector<double> worst;
+    if (options.common.check) worst = bench::cuda_moe_errors(team, device, problem);
+    if (team->rank() == 0) {
+      measured = std::move(mine);
+      errors = std::move(worst);
+    }
+  });
+  Point point = point_of(problem);
+  for (const auto& timing : measured.timings) {
+    bench::VariantResult& result = point.results.emplace_back();
+    result.variant = variant_of(timing.variant);
+    result.us = timing.us;
+    result.moved_bytes = static_cast<double>(timing.per_call.bytes);
+    result.direct_bytes = static_cast<double>(timing.per_call.direct_bytes);
+    if (timing.variant == moe_stage2::StageVariant::kNccl) result.moved_bytes = measured.wire_bytes;
+    if (!result.variant.whole || !options.common.check) continue;
+    // The back end counts rows over all variants that it compared.
+    result.differing_rows = measured.differing_rows;
+    for (std::size_t kind = 0; kind < errors.size(); ++kind) {
+      if (to_string(static_cast<TransportKind>(kind)) == result.variant.name) {
+        result.relative_error = errors[kind];
+      }
+    }
+    // Variants without an oracle run of their own are held to the others' bytes.
+    result.correct = result.differing_rows == 0 &&
+                     (result.relative_error < 0.0 || result.relative_error <= error_bound(options));
+  }
+  point.facts = {{"method",
+                  "interleaved rounds, ranks aligned by a device barrier, CUDA events, the slowest "
+                  "rank of each; L2 scrubbed before each"},
+                 {"gpu", measured.machine},
+                 {"driver", measured.driver},
+                 {"ranks_share_gpu", measured.shared_gpu},
+                 {"nccl", measured.nccl},
+                 {"tiles", measured.tiles},
+                 {"wire_bytes", measured.wire_bytes},
+                 {"combine_bytes", measured.combine_bytes},
+                 {"spilled_rows", measured.spilled_rows}};
+  return point;
 }
 
 int run(const Command& command, const Options& options) {
   const Ranks ranks(options.common.ranks);
+  const bool on_gpu = ranks.gpu_refusal().empty();
   shape_of(options, ranks.size());  // refuses before anything is made of it
   std::vector<bench::MoeProblem> problems;
   for (const std::int64_t tokens : tokens_of(options)) {
     problems.push_back(problem_of(options, ranks.size(), tokens));
   }
-  refuse_for_cpu(options, problems);
+  if (on_gpu) {
+    refuse_for_cuda(options);
+  } else {
+    refuse_for_cpu(options, problems);
+  }
 
   std::vector<Point> points;
-  Progress progress("bench moe-stage2");
-  for (std::size_t i = 0; i < problems.size(); ++i) {
-    bench::ContestOptions contest;
-    contest.warm_up = options.common.warm_up;
-    contest.rounds = options.common.rounds;
-    contest.check = options.common.check;
-    contest.error_bound = options.wire == "fp8" ? 5e-2 : 1e-2;
-    contest.progress = [&](double fraction) {
-      progress.show((static_cast<double>(i) + fraction) / static_cast<double>(problems.size()),
-                    fmt::format("{} tokens", problems[i].shape.max_tokens_per_rank));
-    };
-    std::vector<bench::VariantResult> results;
-    ranks.run([&](const TeamHandle& team) {
-      const auto contestant = bench::make_cpu_moe_contest(team, problems[i], {});
-      auto mine = bench::compete(*team, *contestant,
-                                 static_cast<std::size_t>(problems[i].shape.hidden), contest);
-      if (team->rank() == 0) results = std::move(mine);
-    });
-    points.push_back({std::move(problems[i]), std::move(results)});
+  {
+    Progress progress("bench moe-stage2");
+    for (std::size_t i = 0; i < problems.size(); ++i) {
+      const auto show = [&](double fraction) {
+        progress.show((static_cast<double>(i) + fraction) / static_cast<double>(problems.size()),
+                      fmt::format("{} tokens", problems[i].shape.max_tokens_per_rank));
+      };
+      show(0.0);
+      points.push_back(on_gpu ? measure_cuda(options, ranks, problems[i])
+                              : measure_cpu(options, ranks, problems[i], show));
+    }
   }
   if (!ranks.leads()) return kExitOk;
 
-  if (!options.common.svg.empty()) write_file(options.common.svg, plot(options, points));
+  const std::string machine =
+      on_gpu ? points.front().facts["gpu"].get<std::string>() : bench::processor_name() + ", CPU";
+  if (!options.common.svg.empty()) {
+    write_file(options.common.svg, plot(options, machine, points));
+  }
   bool correct = true;
   bench::JsonLines lines(common_keys(options.common, ranks, "moe_stage2"));
   for (const Point& point : points) {
@@ -310,7 +435,7 @@ int run(const Command& command, const Options& options) {
       lines.add(line_of(options, point, result));
     }
   }
-  write_stdout(command.json ? lines.text() : table(options, ranks, points));
+  write_stdout(command.json ? lines.text() : table(options, ranks, machine, points));
   return correct ? kExitOk : kExitFault;
 }
 
@@ -349,6 +474,8 @@ void add_bench_moe_stage2(CLI::App& parent, Command& command) {
   sub->add_option("--transport", options->transport,
                   "The operator that is marked; all transports are measured")
       ->check(CLI::IsMember({"copy_engine", "sm", "direct"}))
+      ->capture_default_str();
+  sub->add_option("--nccl", options->nccl, "GPUs: NCCL library of the baseline, if it is there")
       ->capture_default_str();
   sub->add_option("--row-slack", options->row_slack,
                   "Reservation of a pair over the even share; without it 1.5, or what "

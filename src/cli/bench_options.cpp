@@ -49,6 +49,13 @@ void refuse_for_cpu(const BenchOptions& options) {
   }
 }
 
+void refuse_for_cuda(const BenchOptions& options) {
+  if (!options.trace.empty()) {
+    throw UsageError(
+        "--trace: the CUDA operators keep no timeline; use --backend cpu, or a profiler");
+  }
+}
+
 void refuse_long_cpu_run(const BenchOptions& options, double multiply_adds, int ranks) {
   const double threads =
       std::max(1u, std::min(std::thread::hardware_concurrency(), static_cast<unsigned>(ranks)));
@@ -82,7 +89,7 @@ bench::Json common_keys(const BenchOptions& options, const Ranks& ranks, std::st
           {"version", version()},
           {"commit", options.commit},
           {"machine", bench::processor_name()},
-          {"backend", "cpu"},
+          {"backend", ranks.gpu_refusal().empty() ? "cuda" : "cpu"},
           {"ranks", ranks.size()},
           {"rank_kind", ranks.kind()},
           {"seed", options.seed}};

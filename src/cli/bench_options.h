@@ -28,8 +28,9 @@ struct BenchOptions {
 // Adds --rounds, --check, --svg and so on, and the ranks' options.
 void add_bench_options(CLI::App& subcommand, BenchOptions& options);
 
-// Throws UsageError for what the CPU back end cannot do.
+// Throw UsageError for what the back end cannot do.
 void refuse_for_cpu(const BenchOptions& options);
+void refuse_for_cuda(const BenchOptions& options);
 // Throws UsageError if `multiply_adds`, spread over the ranks that this machine runs at once, last
 // longer than --max-minutes at the rate of the CPU operators' plain loops.
 void refuse_long_cpu_run(const BenchOptions& options, double multiply_adds, int ranks);

@@ -13,6 +13,7 @@ namespace penstock::bench {
 inline constexpr const char* kGemmAlone = "gemm alone";
 inline constexpr const char* kCombineAlone = "combine alone";
 inline constexpr const char* kUnfused = "unfused";
+inline constexpr const char* kUnfusedNccl = "unfused nccl";
 
 struct MoeContestOptions {
   std::vector<TransportKind> transports{TransportKind::kCopyEngine, TransportKind::kSm,
@@ -27,5 +28,10 @@ std::unique_ptr<Contestant> make_cpu_moe_contest(const TeamHandle& team, const M
 // Host memory that one rank of it needs, bytes.
 std::uint64_t cpu_moe_contest_bytes(const MoeProblem& problem, int rank,
                                     const MoeContestOptions& options);
+
+// Collective: the relative error of the CUDA operator on each transport (by the number of its
+// TransportKind), the worst rank's, against f64 over samples of the problem's results. Throws what
+// the operator throws.
+std::vector<double> cuda_moe_errors(const TeamHandle& team, int device, const MoeProblem& problem);
 
 }  // namespace penstock::bench

@@ -5,6 +5,9 @@
 #include <cmath>
 #include <map>
 #include <random>
+#include <thread>
+
+#include "penstock/core/thread_pool.h"
 
 namespace penstock::bench {
 
@@ -95,8 +98,14 @@ MoeHostOperands::MoeHostOperands(const MoeProblem& problem, int rank)
   token_weight.resize(size(tokens * shape.top_k));
   const ValueStream a = problem.act(rank);
   const ValueStream w = problem.weight(rank);
-  for (std::size_t i = 0; i < act.size(); ++i) act[i] = a.e4m3(i);
-  for (std::size_t i = 0; i < weight.size(); ++i) weight[i] = w.e4m3(i);
+  ThreadPool pool(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / shape.ranks));
+  const auto fill = [&](std::vector<E4M3>& out, const ValueStream& values) {
+    pool.parallel_for(out.size(), 1 << 16, [&](std::size_t begin, std::size_t end, int) {
+      for (std::size_t i = begin; i < end; ++i) out[i] = values.e4m3(i);
+    });
+  };
+  fill(act, a);
+  fill(weight, w);
   for (std::size_t i = 0; i < act_scales.size(); ++i) act_scales[i] = problem.act_scale(rank, i);
   for (std::size_t i = 0; i < weight_scales.size(); ++i) {
     weight_scales[i] = problem.weight_scale(rank, i);
