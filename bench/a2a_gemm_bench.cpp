@@ -34,6 +34,8 @@ namespace {
 using namespace a2a_gemm;
 using cuda::DeviceBuffer;
 
+constexpr int kScriptSms = 2;  // for the kernel that announces
+
 struct Options {
   std::int32_t hidden = 8192;
   std::vector<std::int32_t> sequences{8192, 16384, 65536};
@@ -43,6 +45,7 @@ struct Options {
   int rounds = 20;
   int ctas = 0;
   int band = 0;
+  std::int32_t row_block = 0;
   std::string cublaslt;
   std::string out;
   std::string commit;
@@ -52,7 +55,7 @@ struct Options {
 struct Variant {
   std::string name;
   std::function<void(cudaStream_t)> run;
-  double floor_us = 0.0;  // of the schedule, where there is one
+  std::vector<double> arrival_us{};  // of each piece, where a script announces them
   std::vector<double> us{};
 };
 
@@ -257,7 +260,7 @@ class Runner {
   }
 
   bool measure(const Shape& shape, std::int32_t sequence) {
-    Config config = choose(shape, 0);
+    Config config = choose(shape, 0, {}, options_.row_block);
     if (options_.band > 0) config.band = options_.band;
     Problem problem(shape, config);
     PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
@@ -271,7 +274,7 @@ class Runner {
       correct = error < 1e-2;
     }
 
-    const int scripted_ctas = ctas_ - 2;
+    const int scripted_ctas = ctas_ - kScriptSms;
     std::unique_ptr<DenseGemm> dense;
     std::vector<Variant> variants;
     try {
@@ -279,16 +282,14 @@ class Runner {
           options_.cublaslt, shape.rows[0], shape.columns,
           static_cast<std::int64_t>(shape.ranks) * shape.depth,
           shape.format == Format::kBf16 ? DenseFormat::kBf16 : DenseFormat::kBlockScaledFp8);
-      variants.push_back({"cublaslt",
-                          [&](cudaStream_t on) {
+      variants.push_back({"cublaslt", [&](cudaStream_t on) {
                             dense->run(problem.chunks(), problem.chunk_scales(), problem.w().data(),
                                        problem.w_scales().data(), dense_out(shape), on);
-                          },
-                          0.0});
+                          }});
     } catch (const Error& e) {
       std::cerr << "no cuBLASLt baseline: " << e.what() << "\n";
     }
-    variants.push_back({"open", [&](cudaStream_t on) { problem.launch(false, ctas_, on); }, 0.0});
+    variants.push_back({"open", [&](cudaStream_t on) { problem.launch(false, ctas_, on); }});
     const std::vector<double> at_once(static_cast<std::size_t>(shape.ranks * problem.row_blocks()),
                                       0.0);
     // The words of the epoch are set before the launch: what the gate costs when nobody is late.
@@ -299,9 +300,9 @@ class Runner {
       PENSTOCK_CUDA_CHECK(play_script(s.data(), static_cast<int>(s.size()), problem.epoch(), on));
     };
     variants.push_back(
-        {"gated, all there", [&](cudaStream_t on) { problem.launch(true, ctas_, on); }, 0.0});
-    variants.push_back({"open, two SMs less",
-                        [&](cudaStream_t on) { problem.launch(false, scripted_ctas, on); }, 0.0});
+        {"gated, all there", [&](cudaStream_t on) { problem.launch(true, ctas_, on); }});
+    variants.push_back(
+        {"open, two SMs less", [&](cudaStream_t on) { problem.launch(false, scripted_ctas, on); }});
     PENSTOCK_CUDA_CHECK(advance_epoch(problem.epoch(), stream_));
     script(0, stream_);
     run_rounds(variants, 5, [&] {});
@@ -309,10 +310,6 @@ class Runner {
     for (Variant& v : variants) v.us.clear();
 
     // Scripts in terms of the measured GEMM.
-    const TileGrid grid = tile_grid(shape.rows[0], shape.columns, config.band);
-    const int clusters = scripted_ctas / kClusterCtas;
-    const int waves = (grid.tiles() + clusters - 1) / clusters;
-    const double chunk_us = open_us / waves / shape.ranks;
     std::vector<const std::uint64_t*> words;
     for (int s = 1; s < shape.ranks; ++s) {
       for (int b = 0; b < problem.row_blocks(); ++b) words.push_back(problem.word(s, b));
@@ -323,14 +320,12 @@ class Runner {
         const auto schedule = schedule_of(shape.ranks, problem.row_blocks(), ratio * open_us);
         const std::size_t i = scripts_.size();
         add_script(problem, shape, schedule);
-        const double floor = schedule_floor_us(grid, shape.ranks, config.row_block_rows, clusters,
-                                               chunk_us, schedule);
         variants.push_back({fmt::format("scripted {:.2f}: in-kernel gate", ratio),
                             [&, i](cudaStream_t on) {
                               script(i, script_stream_);
                               problem.launch(true, scripted_ctas, on);
                             },
-                            floor});
+                            schedule});
         variants.push_back({fmt::format("scripted {:.2f}: gate kernel + GEMM", ratio),
                             [&, i](cudaStream_t on) {
                               script(i, script_stream_);
@@ -339,7 +334,7 @@ class Runner {
                                                                  problem.epoch(), on));
                               problem.launch(false, scripted_ctas, on);
                             },
-                            floor});
+                            schedule});
       }
     }
     run_rounds(variants, options_.rounds, [&] {
@@ -347,7 +342,7 @@ class Runner {
       PENSTOCK_CUDA_CHECK(advance_epoch(problem.epoch(), stream_));
     });
     correct = correct && !problem.faulted();
-    report(shape, sequence, config, variants, error, correct, chunk_us);
+    report(shape, sequence, config, variants, error, correct);
     return correct;
   }
 
@@ -398,11 +393,18 @@ class Runner {
   }
 
   void report(const Shape& shape, std::int32_t sequence, const Config& config,
-              std::vector<Variant>& variants, double error, bool correct, double chunk_us) {
+              std::vector<Variant>& variants, double error, bool correct) {
     std::ostream& json = options_.out.empty() ? std::cout : file_;
     const double dense_us =
         variants.front().name == "cublaslt" ? quantile(variants.front().us, 0.5) : 0.0;
     const double work = flop(shape, 0);
+    // What a chunk of a tile takes, from the open gates of the same rounds: clocks drift over
+    // minutes, and a floor from another moment would not be one.
+    const TileGrid grid = tile_grid(shape.rows[0], shape.columns, config.band);
+    const int clusters = (ctas_ - kScriptSms) / kClusterCtas;
+    const int waves = (grid.tiles() + clusters - 1) / clusters;
+    const double chunk_us =
+        quantile(find(variants, "open, two SMs less").us, 0.5) / waves / shape.ranks;
     std::cerr << fmt::format(
         "{} hidden {} sequence {} ranks {}: M {} N {} K {}, row blocks of {}, band {}, relative "
         "error {:.1e} {}\n",
@@ -435,12 +437,13 @@ class Runner {
         line["of_cublaslt"] = dense_us / median;
         more += fmt::format("  {:.3f} of cuBLASLt", dense_us / median);
       }
-      if (v.floor_us > 0.0) {
-        line["schedule_floor_us"] = v.floor_us;
+      if (!v.arrival_us.empty()) {
+        const double floor = schedule_floor_us(grid, shape.ranks, config.row_block_rows, clusters,
+                                               chunk_us, v.arrival_us);
+        line["schedule_floor_us"] = floor;
         line["chunk_us"] = chunk_us;
-        line["over_floor"] = median / v.floor_us;
-        more +=
-            fmt::format("  {:.3f} x the schedule's floor {:.1f}", median / v.floor_us, v.floor_us);
+        line["over_floor"] = median / floor;
+        more += fmt::format("  {:.3f} x the schedule's floor {:.1f}", median / floor, floor);
       }
       json << line.dump() << "\n";
       std::cerr << fmt::format("  {:36} {:8.1f} us (p10 {:.1f} p90 {:.1f}) {:5.0f} TFLOPS{}\n",
@@ -497,6 +500,7 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "measured rounds after two to warm up");
   app.add_option("--ctas", options.ctas, "CTAs of the GEMM; 0: one an SM");
   app.add_option("--band", options.band, "cluster tiles of a band; 0: the heuristic's");
+  app.add_option("--row-block", options.row_block, "rows announced together; 0: the heuristic's");
   app.add_option("--cublaslt", options.cublaslt, "path of libcublasLt.so.13");
   app.add_option("--out", options.out, "file that JSON lines are appended to");
   app.add_option("--commit", options.commit, "written into each line");

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "ops/a2a_gemm/operands.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/signal.h"
@@ -59,7 +60,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   }
 
   void run(Stream, const Operands& operands) override {
-    check(operands);
+    check_operands(operands, shape_, rank_);
     team_->check();
     const std::uint64_t epoch = window_->epochs().next();
     send(operands, epoch);
@@ -94,26 +95,6 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   std::int32_t my_rows() const { return shape_.rows[static_cast<std::size_t>(rank_)]; }
   std::uint64_t* word(std::uint64_t offset) const {
     return reinterpret_cast<std::uint64_t*>(window_->local() + offset);
-  }
-
-  void check(const Operands& o) const {
-    const auto need = [](bool ok, const char* what) {
-      require(ok, ErrorKind::kInvalidArgument, [&] { return fmt::format("a2a_gemm: {}", what); });
-    };
-    need(o.x != nullptr || total_rows(shape_) == 0, "x is null");
-    need(o.w != nullptr, "w is null");
-    need(o.out != nullptr || my_rows() == 0, "out is null");
-    if (shape_.format == Format::kFp8) {
-      need(o.x_scales != nullptr || total_rows(shape_) == 0, "x_scales is null; fp8 needs scales");
-      need(o.w_scales != nullptr, "w_scales is null; fp8 needs scales");
-      require(o.x_scale_stride >= total_rows(shape_) && o.x_scale_stride % kUnit == 0,
-              ErrorKind::kInvalidArgument, [&] {
-                return fmt::format(
-                    "a2a_gemm: x_scale_stride is {}; give a multiple of {} of at least the {} rows "
-                    "of x",
-                    o.x_scale_stride, kUnit, total_rows(shape_));
-              });
-    }
   }
 
   // A peer's slot may be written once it has said that it read the previous contents; that answer

@@ -35,7 +35,7 @@ std::vector<double> arrivals_us(const Shape& shape, std::int32_t rank, std::int3
   const std::int32_t rows = shape.rows[static_cast<std::size_t>(rank)];
   const std::int32_t blocks = row_block_count(rows, row_block_rows);
   std::vector<double> arrival(static_cast<std::size_t>(shape.ranks * blocks), 0.0);
-  double now = 0.0;
+  double now = machine.start_us;
   for (std::int32_t block = 0; block < blocks; ++block) {
     const std::int32_t in_block = std::min(row_block_rows, rows - block * row_block_rows);
     for (std::int32_t step = 1; step < shape.ranks; ++step) {
@@ -52,10 +52,43 @@ double chunk_us(const Shape& shape, const Machine& machine) {
   return 2.0 * kTileRows * kTileColumns * shape.depth / per_sm;
 }
 
-// Rows of the result that one wave should cover: the wave's A and W then take about the same room.
-std::int32_t choose_band(const Shape& shape, std::int32_t rank) {
-  const TileGrid grid = tile_grid(shape.rows[static_cast<std::size_t>(rank)], shape.columns, 1);
-  return std::clamp(grid.cluster_rows, 1, 8);
+// Cluster tiles of a band. The GEMM alone runs equally fast with each of them (docs/a2a-gemm.md);
+// what a small band gains is that a wave of tiles needs fewer rows of every source.
+constexpr std::int32_t kBands[] = {8, 4, 2, 1};
+// A larger band or row block wins when it is predicted to cost no more than this: fewer copies,
+// fewer words, less of W from memory.
+constexpr double kTie = 1.002;
+
+struct Choice {
+  std::int32_t row_block_rows = kClusterRows;
+  std::int32_t band = 1;
+  double fused_us = 0.0;
+};
+
+double fused_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
+                std::int32_t band, const Machine& machine) {
+  const std::int32_t rows = shape.rows[static_cast<std::size_t>(rank)];
+  return kSlowdownUnderCopies *
+         schedule_floor_us(tile_grid(rows, shape.columns, band), shape.ranks, row_block_rows,
+                           machine.sms / kClusterCtas, chunk_us(shape, machine),
+                           arrivals_us(shape, rank, row_block_rows, machine));
+}
+
+// The band for a row block.
+Choice choose_band(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
+                   const Machine& machine) {
+  const std::int32_t cluster_rows =
+      tile_grid(shape.rows[static_cast<std::size_t>(rank)], shape.columns, 1).cluster_rows;
+  Choice best{row_block_rows, 1, 0.0};
+  bool found = false;
+  for (const std::int32_t wide : kBands) {
+    const std::int32_t band = std::clamp(cluster_rows, 1, wide);
+    const double time = fused_us(shape, rank, row_block_rows, band, machine);
+    if (found && time * kTie >= best.fused_us) continue;
+    best = {row_block_rows, band, time};
+    found = true;
+  }
+  return best;
 }
 
 }  // namespace
@@ -119,35 +152,30 @@ Config choose(const Shape& shape, std::int32_t rank, const Machine& machine,
                 row_block_rows, kClusterRows);
           });
   Config best;
-  best.band = choose_band(shape, rank);
   best.gemm_us = predict_gemm_us(shape, rank, machine);
-  // Every rank has to come to the same row block, so it is chosen for the rank with most rows.
-  const auto at = std::max_element(shape.rows.begin(), shape.rows.end()) - shape.rows.begin();
-  const auto busiest = static_cast<std::int32_t>(at);
-  const std::int32_t rows = max_rows(shape);
-  const auto fused = [&](std::int32_t of, std::int32_t block_rows) {
-    const std::int32_t its_rows = shape.rows[static_cast<std::size_t>(of)];
-    return kSlowdownUnderCopies *
-           schedule_floor_us(tile_grid(its_rows, shape.columns, choose_band(shape, of)),
-                             shape.ranks, block_rows, machine.sms / kClusterCtas,
-                             chunk_us(shape, machine), arrivals_us(shape, of, block_rows, machine));
-  };
   best.row_block_rows = row_block_rows;
   if (row_block_rows == 0) {
+    // Every rank has to come to the same row block, so it is chosen for the rank with most rows.
+    const auto at = std::max_element(shape.rows.begin(), shape.rows.end()) - shape.rows.begin();
+    const auto busiest = static_cast<std::int32_t>(at);
+    const std::int32_t rows = max_rows(shape);
     best.row_block_rows = kClusterRows;
-    double least = rows > 0 ? fused(busiest, kClusterRows) : 0.0;
-    for (std::int32_t block = 2 * kClusterRows; block < 2 * rows; block *= 2) {
-      // Larger pieces win ties: fewer copies, fewer words.
-      const double time = fused(busiest, block);
-      if (time <= least * 1.002) {
-        best.row_block_rows = block;
-        least = std::min(least, time);
+    if (rows > 0) {
+      double least = choose_band(shape, busiest, kClusterRows, machine).fused_us;
+      for (std::int32_t block = 2 * kClusterRows; block < 2 * rows; block *= 2) {
+        const double time = choose_band(shape, busiest, block, machine).fused_us;
+        if (time <= least * kTie) {
+          best.row_block_rows = block;
+          least = std::min(least, time);
+        }
       }
     }
   }
   if (shape.rows[static_cast<std::size_t>(rank)] > 0) {
     best.exchange_us = predict_exchange_us(shape, rank, max_rows(shape), machine);
-    best.fused_us = fused(rank, best.row_block_rows);
+    const Choice choice = choose_band(shape, rank, best.row_block_rows, machine);
+    best.band = choice.band;
+    best.fused_us = choice.fused_us;
     best.unfused_us = best.exchange_us + machine.launch_us + best.gemm_us;
   }
   best.fuse = shape.ranks > 1 && best.fused_us < (1.0 - kLeastGain) * best.unfused_us;

@@ -61,8 +61,9 @@ class World {
   void poison() {
     for (RankData& rank : ranks_) rank.out.assign(rank.out.size(), std::byte{0xA5});
   }
+  std::size_t expected_bytes(int r) const { return ranks_[static_cast<std::size_t>(r)].out.size(); }
   std::vector<std::byte> expected(int r) const {
-    std::vector<std::byte> out(ranks_[static_cast<std::size_t>(r)].out.size());
+    std::vector<std::byte> out(expected_bytes(r));
     reference(shape_, r, operands_.data(), out.data());
     return out;
   }

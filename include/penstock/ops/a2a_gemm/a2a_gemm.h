@@ -35,6 +35,8 @@ struct Options {
   std::int32_t row_block_rows = 0;       // 0: heuristics; else a multiple of 256
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
+  std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 32
+  std::int32_t device = -1;    // cuda only: the rank's GPU; -1: the calling thread's current one
 };
 
 // One rank's operator. One thread of the rank at a time; two instances of one rank may be used from
@@ -46,16 +48,31 @@ class A2aGemm {
   // Collective: every rank calls it with its own operands, in the same order. On cpu it returns
   // when `out` is complete; up to two calls are in flight between ranks, since a rank that is done
   // may start its next call while a peer still reads the previous one's chunks. X may be rewritten
-  // when run() returns. Operands' contents may change from call to call, shapes may not.
-  // Deterministic with ChunkOrder::kRotation: the result depends on the operands alone. Errors:
-  // InvalidArgument for a missing or misaligned operand; Fault when a peer does not come in time or
-  // any rank faulted (out is then undefined); the team's rearm() makes the operator usable again.
+  // when run() returns. On cuda every pointer is device memory, 16-byte aligned, and the call only
+  // enqueues: `out` is complete and X may be rewritten in the order of `stream`. It allocates
+  // nothing and may be captured in a graph, whose replays take new contents from the same memory
+  // (prepare() the streams first, track() after each replay). Call number and graph order choose
+  // the slot: every rank makes the same calls and replays in the same order. A graph of one call
+  // replayed over and over uses one slot, a graph of two both.
+  // Operands' contents may change from call to call, shapes may not. Deterministic with
+  // ChunkOrder::kRotation: the result depends on the operands alone. Errors: InvalidArgument for a
+  // missing or misaligned operand; Fault when a peer does not come in time or any rank faulted (out
+  // is then undefined); the team's rearm() makes the operator usable again.
   virtual void run(Stream stream, const Operands& operands) = 0;
+
+  // cuda, before the first run() or replay on a stream that other ranks' kernels may have to wait
+  // for: sets it up now (run() does it by itself, except while capturing). Waits for the stream.
+  // Nothing on cpu.
+  virtual void prepare(Stream stream) { (void)stream; }
+  // cuda, after each launch of a graph that holds run(): tells the rank's fault handling where work
+  // is. Nothing on cpu.
+  virtual void track(Stream stream) { (void)stream; }
 
   virtual const Shape& shape() const noexcept = 0;
   virtual const Config& config() const noexcept = 0;
   virtual const Layout& layout() const noexcept = 0;
-  // What has been moved, by the transport or by direct stores.
+  // What has been moved, by the transport or by direct stores. cuda: what run() has enqueued;
+  // replays of a graph are not counted.
   virtual TransportCounters counters() const noexcept = 0;
 };
 
@@ -69,5 +86,12 @@ std::uint64_t window_bytes(const Shape& shape, const Options& options);
 // fit.
 std::unique_ptr<A2aGemm> make_cpu_a2a_gemm(TeamHandle team, const Shape& shape,
                                            const Options& options = {});
+
+// Collective. The CUDA operator on the rank's GPU. Several ranks of a process may share a GPU
+// (cuda::prepare_process() rules apply); a few SMs of each then stay free for local copies. Also
+// throws Unsupported on every rank: no Hopper GPU, transport direct (nothing here computes X),
+// ChunkOrder::kArrival, a build without CUDA.
+std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(TeamHandle team, const Shape& shape,
+                                            const Options& options = {});
 
 }  // namespace penstock::a2a_gemm

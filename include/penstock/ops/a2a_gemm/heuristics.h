@@ -10,22 +10,23 @@
 
 namespace penstock::a2a_gemm {
 
-// What the predictions rest on: an H200 pair. Link and copy costs are measured on it; the two GEMM
-// rates are what the kernel is meant to reach (0.95 of cuBLASLt's 768 TFLOPS, 0.90 of its 1324) and
-// wait for a measurement. A caller who has measured passes what he found.
+// What the predictions rest on, measured on H200 (docs/a2a-gemm.md): the GEMM's rates with its
+// gates open at sequence 16384 and up, link and copy costs of an H200 pair. A caller who has
+// measured elsewhere passes what he found.
 struct Machine {
   std::int32_t sms = 132;
-  double bf16_tflops = 730.0;
-  double fp8_tflops = 1190.0;
+  double bf16_tflops = 740.0;
+  double fp8_tflops = 1240.0;
   double link_gbps = 390.0;  // one direction of one GPU, copy engine
   double copy_us = 2.4;      // fixed cost of one copy
   double signal_us = 2.4;    // of the word behind it: a copy of eight bytes
+  double start_us = 6.0;     // from the call's beginning to the first byte on the wire
   double launch_us = 4.0;    // hand-over from the last copy to the GEMM in the unfused form
 };
 
 struct Config {
   std::int32_t row_block_rows = kClusterRows;  // gate granularity: rows announced together
-  std::int32_t band = 4;                       // TileGrid::band
+  std::int32_t band = 1;                       // TileGrid::band
   bool fuse = true;
   double gemm_us = 0.0;      // predicted, alone
   double exchange_us = 0.0;  // predicted, alone

@@ -1,0 +1,64 @@
+// The kernels of a call beside the GEMM: its beginning, the gate of the unfused form, and the
+// copies of transport sm. Internal: the operator includes it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "penstock/fabric/device_views.h"
+#include "penstock/ops/a2a_gemm/layout.h"
+#include "penstock/ops/a2a_gemm/plan.h"
+
+namespace penstock::a2a_gemm {
+
+// Opens a call on one slot: ++*epoch, then waits until every peer that gets rows from this rank has
+// read what it got in the slot's previous call. One CTA.
+struct BeginArgs {
+  std::uint64_t* epoch = nullptr;           // of the slot, this rank's
+  const std::uint64_t* consumed = nullptr;  // [ranks], kLineBytes apart
+  std::uint32_t peers = 0;                  // bit r: rank r gets rows from this rank
+  std::int32_t ranks = 1;
+  std::int32_t slot = 0;
+  GuardView guard;
+};
+cudaError_t launch_begin_call_sm90(const BeginArgs& args, cudaStream_t stream);
+
+// Returns when every row block of every other source has been announced for *epoch: behind it the
+// GEMM needs no gate. One CTA.
+struct WaitArrivedArgs {
+  const std::uint64_t* arrived = nullptr;  // [ranks][row_blocks]
+  std::int64_t arrival_stride = 0;         // words from source to source
+  std::int32_t row_blocks = 0;             // of this rank's rows
+  std::int32_t ranks = 1;
+  std::int32_t rank = 0;
+  const std::uint64_t* epoch = nullptr;
+  GuardView guard;
+};
+cudaError_t launch_wait_arrived_sm90(const WaitArrivedArgs& args, cudaStream_t stream);
+
+// Stores this rank's pieces into the peers' windows and announces each behind its last byte.
+struct PushArgs {
+  const std::byte* x = nullptr;     // [total rows, K], 16-byte aligned
+  const float* x_scales = nullptr;  // [scale blocks][x_scale_stride]
+  std::int64_t x_scale_stride = 0;
+  const Piece* pieces = nullptr;  // [count], device memory
+  std::int32_t count = 0;
+  std::int64_t row_offset[kMaxRanks] = {};  // of each destination's rows in X
+  std::byte* base[kMaxRanks] = {};          // windows as this rank maps them
+  WindowIndex index;
+  std::int32_t rank = 0;
+  std::int32_t slot = 0;
+  // [count] device words, zero at first: CTAs that are done with a piece; they count on from call
+  // to call, so the grid must stay the same.
+  std::uint64_t* done = nullptr;
+  const std::uint64_t* epoch = nullptr;
+};
+cudaError_t launch_push_sm90(const PushArgs& args, int ctas, cudaStream_t stream);
+
+// Load them now instead of at their first launches.
+cudaError_t load_begin_call_sm90();
+cudaError_t load_wait_arrived_sm90();
+cudaError_t load_push_sm90();
+
+}  // namespace penstock::a2a_gemm

@@ -1,0 +1,485 @@
+// a2a_gemm on GPUs: what a call enqueues, and what lives between calls.
+//
+// A call is a kernel that opens it (a new epoch; the peers' leave to write), copies on a side
+// stream with a signal behind each, and the GEMM beside them, which waits piece by piece. Sizes are
+// static, so the host enqueues every copy ahead; the signal is an 8-byte copy of the slot's epoch
+// in device memory, so that a graph's replays send new epochs. Each slot counts epochs of its own
+// and calls take the slots in turn: addresses are then fixed when a graph is captured.
+#include "ops/a2a_gemm/cuda/operator.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <set>
+#include <vector>
+
+#include "core/cuda/check.h"
+#include "core/cuda/device_buffer.h"
+#include "fabric/cuda/driver.h"
+#include "fabric/cuda/window_backend.h"
+#include "ops/a2a_gemm/cuda/call_kernels.h"
+#include "ops/a2a_gemm/cuda/gemm_maps.h"
+#include "ops/a2a_gemm/operands.h"
+#include "penstock/core/error.h"
+
+namespace penstock::a2a_gemm {
+namespace {
+
+using cuda::DeviceBuffer;
+using cuda::ScopedDevice;
+
+constexpr std::int32_t kMostCopyCtas = 32;
+// SMs that a rank leaves free where ranks share a GPU: copies inside a GPU may be done by SMs.
+constexpr std::int32_t kSmsForLocalCopies = 2;
+constexpr std::size_t kWordsPerLine = kLineBytes / sizeof(std::uint64_t);
+
+bool capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  PENSTOCK_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Owners, so that a constructor that throws leaves nothing behind.
+class ScopedEvent {
+ public:
+  ScopedEvent() { PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  ~ScopedEvent() { (void)cudaEventDestroy(event_); }
+  ScopedEvent(const ScopedEvent&) = delete;
+  ScopedEvent& operator=(const ScopedEvent&) = delete;
+  cudaEvent_t get() const { return event_; }
+  void record(cudaStream_t stream) const { PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream)); }
+  void hold(cudaStream_t stream) const {
+    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+struct SideStream {
+  SideStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
+  ~SideStream() { (void)cudaStreamDestroy(handle); }
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+  cudaStream_t handle = nullptr;
+  ScopedEvent fork;
+  ScopedEvent join;
+  ScopedEvent last;  // end of the latest call, on the caller's stream
+};
+
+class CudaA2aGemm final : public A2aGemm, public RearmHook {
+ public:
+  CudaA2aGemm(std::shared_ptr<cuda::DeviceRank> rank, const Shape& shape, const Options& options)
+      : device_rank_(std::move(rank)),
+        team_(device_rank_->team()),
+        shape_(shape),
+        options_(options),
+        rank_(team_->rank()),
+        op_(team_->next_operator()) {
+    collectively(*team_, [&] { settle_options(); });
+    window_ = Window::create(team_, layout_, cuda::device_window_backend(device_rank_->device()));
+    collectively(*team_, [&] { build(); });
+    team_->add_hook(this);
+  }
+
+  ~CudaA2aGemm() override {
+    team_->remove_hook(this);
+    const ScopedDevice scope(device_rank_->device());
+    // Kernels end by themselves, at their deadlines at the latest.
+    (void)cudaEventSynchronize(side_->last.get());
+    side_.reset();  // while its device is current
+  }
+
+  void run(Stream stream, const Operands& o) override {
+    check_operands(o, shape_, rank_);
+    check_alignment(o);
+    team_->check();
+    const ScopedDevice scope(device_rank_->device());
+    auto* on = static_cast<cudaStream_t>(stream.handle);
+    const bool graph = capturing(on);
+    if (!graph) {
+      if (!prepared_.contains(on)) prepare(stream);
+      // Calls follow each other even if the caller changes streams.
+      side_->last.hold(on);
+    }
+    const auto slot = static_cast<std::uint32_t>(calls_++ % kSlots);
+    enqueue(o, slot, on, graph);
+    if (graph) return;
+    side_->last.record(on);
+    device_rank_->track(on);
+  }
+
+  void prepare(Stream stream) override {
+    auto* on = static_cast<cudaStream_t>(stream.handle);
+    device_rank_->prepare(on);
+    prepared_.insert(on);
+  }
+  void track(Stream stream) override {
+    device_rank_->track(static_cast<cudaStream_t>(stream.handle));
+  }
+
+  const Shape& shape() const noexcept override { return shape_; }
+  const Config& config() const noexcept override { return config_; }
+  const Layout& layout() const noexcept override { return layout_; }
+  TransportCounters counters() const noexcept override { return counters_; }
+
+  void quiesce() override {}  // DeviceRank's hook has waited for the streams, and calls end there
+  std::uint64_t highest_epoch() const override {
+    const ScopedDevice scope(device_rank_->device());
+    std::uint64_t highest = kNoEpoch;
+    for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
+      std::uint64_t epoch = kNoEpoch;
+      cuda::read_device(&epoch, epoch_word(slot), sizeof(epoch));
+      highest = std::max(highest, epoch);
+    }
+    return highest;
+  }
+  void resume(std::uint64_t floor) override {
+    const ScopedDevice scope(device_rank_->device());
+    // Nothing is in flight: every slot is free, whoever stopped short of saying so.
+    for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
+      cuda::write_device(epoch_word(slot), &floor, sizeof(floor));
+      for (int peer = 0; peer < shape_.ranks; ++peer) {
+        cuda::write_device(window_->local() + index_.consumed(slot, peer), &floor, sizeof(floor));
+      }
+    }
+    // Ranks may have stopped after different numbers of calls.
+    calls_ = 0;
+  }
+
+ private:
+  bool sm_copies() const { return options_.transport == TransportKind::kSm && shape_.ranks > 1; }
+  std::int32_t my_rows() const { return shape_.rows[static_cast<std::size_t>(rank_)]; }
+  std::uint64_t* epoch_word(std::uint32_t slot) const {
+    return words_.data() + slot * kWordsPerLine;
+  }
+  std::uint64_t* finished_word() const { return words_.data() + kSlots * kWordsPerLine; }
+
+  void settle_options() {
+    validate(shape_);
+    require(shape_.ranks == team_->size(), ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("a2a_gemm: the shape has {} ranks, the team {}", shape_.ranks,
+                         team_->size());
+    });
+    require(options_.transport != TransportKind::kDirect, ErrorKind::kUnsupported, [&] {
+      return fmt::format(
+          "a2a_gemm on cuda: transport direct stores from the kernel that computes X, and X is "
+          "given here; take copy_engine or sm");
+    });
+    require(options_.order == ChunkOrder::kRotation, ErrorKind::kUnsupported, [&] {
+      return fmt::format(
+          "a2a_gemm on cuda: arrival order is for cpu: the CTAs of a cluster share W and need one "
+          "order; take ChunkOrder::kRotation");
+    });
+    require(options_.copy_ctas >= 2 && options_.copy_ctas <= kMostCopyCtas &&
+                options_.copy_ctas % 2 == 0,
+            ErrorKind::kInvalidArgument, [&] {
+              return fmt::format("a2a_gemm: copy_ctas is {}; give an even number from 2 to {}",
+                                 options_.copy_ctas, kMostCopyCtas);
+            });
+    int available = 0;
+    const ScopedDevice scope(device_rank_->device());
+    PENSTOCK_CUDA_CHECK(
+        cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, device_rank_->device()));
+    ctas_ = device_rank_->sms();
+    if (device_rank_->sms() < available) ctas_ -= kSmsForLocalCopies;
+    if (sm_copies()) ctas_ -= options_.copy_ctas;
+    ctas_ -= ctas_ % kClusterCtas;
+    require(ctas_ >= kClusterCtas, ErrorKind::kUnsupported, [&] {
+      return fmt::format(
+          "a2a_gemm: rank {} may fill {} SMs, too few for a cluster of {} beside the copies; give "
+          "it more or lower copy_ctas",
+          rank_, device_rank_->sms(), kClusterCtas);
+    });
+    Machine machine;
+    machine.sms = ctas_;
+    config_ = choose(shape_, rank_, machine, options_.row_block_rows);
+    if (options_.fuse != Fuse::kAuto) config_.fuse = options_.fuse == Fuse::kAlways;
+    layout_ = window_layout(shape_, config_.row_block_rows, false);
+  }
+
+  void build() {
+    const ScopedDevice scope(device_rank_->device());
+    for (const cudaError_t status :
+         {load_gemm_sm90(), load_begin_call_sm90(), load_wait_arrived_sm90(), load_push_sm90()}) {
+      cuda::check(status, "loading a2a_gemm's kernels");
+    }
+    index_ = window_index(window_shape(shape_, config_.row_block_rows, false));
+    mapping_ = cuda::device_mapping(*window_);
+    pieces_ = pieces_of(shape_, rank_, config_.row_block_rows);
+    words_ = DeviceBuffer<std::uint64_t>((kSlots + 1) * kWordsPerLine + pieces_.size());
+    cuda::zero_device(words_.data(), words_.bytes());
+    if (sm_copies() && !pieces_.empty()) {
+      device_pieces_ = DeviceBuffer<Piece>(pieces_.size());
+      cuda::write_device(device_pieces_.data(), pieces_.data(), device_pieces_.bytes());
+    }
+    side_ = std::make_unique<SideStream>();
+    device_rank_->prepare(side_->handle);
+
+    GuardView guard = device_rank_->guard_view(op_);
+    if (options_.deadline.count() > 0) {
+      guard.deadline_ns = static_cast<std::uint64_t>(options_.deadline.count());
+    }
+    for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
+      begin_[slot] = begin_args(slot, guard);
+      wait_[slot] = wait_args(slot, guard);
+      gemm_[slot] = gemm_args(slot, guard);
+      push_[slot] = push_args(slot);
+    }
+  }
+
+  BeginArgs begin_args(std::uint32_t slot, const GuardView& guard) const {
+    BeginArgs args;
+    args.epoch = epoch_word(slot);
+    args.consumed =
+        reinterpret_cast<const std::uint64_t*>(window_->local() + index_.consumed(slot, 0));
+    for (int peer = 0; peer < shape_.ranks; ++peer) {
+      if (peer != rank_ && shape_.rows[static_cast<std::size_t>(peer)] > 0) {
+        args.peers |= 1u << peer;
+      }
+    }
+    args.ranks = shape_.ranks;
+    args.slot = static_cast<std::int32_t>(slot);
+    args.guard = guard;
+    return args;
+  }
+  WaitArrivedArgs wait_args(std::uint32_t slot, const GuardView& guard) const {
+    WaitArrivedArgs args;
+    args.arrived = arrived(slot);
+    args.arrival_stride = static_cast<std::int64_t>(arrival_stride(index_.shape.row_blocks) / 8);
+    args.row_blocks = row_block_count(my_rows(), config_.row_block_rows);
+    args.ranks = shape_.ranks;
+    args.rank = rank_;
+    args.epoch = epoch_word(slot);
+    args.guard = guard;
+    return args;
+  }
+  const std::uint64_t* arrived(std::uint32_t slot) const {
+    return reinterpret_cast<const std::uint64_t*>(window_->local() + index_.arrived(slot, 0, 0));
+  }
+  GemmArgs gemm_args(std::uint32_t slot, const GuardView& guard) const {
+    GemmArgs args;
+    args.ranks = shape_.ranks;
+    args.rank = rank_;
+    args.rows = my_rows();
+    args.columns = shape_.columns;
+    args.steps = shape_.steps();
+    args.chunk_rows = max_rows(shape_);
+    args.row_block_rows = config_.row_block_rows;
+    args.row_blocks = static_cast<std::int32_t>(index_.shape.row_blocks);
+    args.band = config_.band;
+    args.chunk_scales =
+        reinterpret_cast<const float*>(window_->local() + index_.chunk_scale(slot, 0, 0, 0));
+    args.scale_stride = static_cast<std::int64_t>(scale_stride(index_.shape.max_rows));
+    args.arrived = config_.fuse && shape_.ranks > 1 ? arrived(slot) : nullptr;
+    args.arrival_stride = static_cast<std::int64_t>(arrival_stride(index_.shape.row_blocks) / 8);
+    args.epoch = epoch_word(slot);
+    args.finished = finished_word();
+    args.guard = guard;
+    for (int peer = 0; peer < shape_.ranks; ++peer) {
+      if (peer == rank_) continue;
+      args.consumed[peer] =
+          reinterpret_cast<std::uint64_t*>(window_->base(peer) + index_.consumed(slot, rank_));
+    }
+    return args;
+  }
+  PushArgs push_args(std::uint32_t slot) const {
+    PushArgs args;
+    args.pieces = device_pieces_.data();
+    args.count = static_cast<std::int32_t>(pieces_.size());
+    for (int peer = 0; peer < shape_.ranks; ++peer) {
+      args.row_offset[peer] = row_offset(shape_, peer);
+      args.base[peer] = window_->base(peer);
+    }
+    args.index = index_;
+    args.rank = rank_;
+    args.slot = static_cast<std::int32_t>(slot);
+    args.done = finished_word() + kWordsPerLine;
+    args.epoch = epoch_word(slot);
+    return args;
+  }
+
+  void check_alignment(const Operands& o) const {
+    const auto need = [](const void* pointer, const char* what) {
+      require(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, ErrorKind::kInvalidArgument,
+              [&] {
+                return fmt::format("a2a_gemm: {} is at {}; give device memory aligned to 16 bytes",
+                                   what, pointer);
+              });
+    };
+    need(o.x, "x");
+    need(o.w, "w");
+    need(o.out, "out");
+    if (shape_.format == Format::kFp8) need(o.x_scales, "x_scales");
+  }
+
+  void enqueue(const Operands& o, std::uint32_t slot, cudaStream_t on, bool graph) {
+    cuda::check(launch_begin_call_sm90(begin_[slot], on), "begin_call_sm90");
+    if (!pieces_.empty()) {
+      side_->fork.record(on);
+      side_->fork.hold(side_->handle);
+    }
+    // The GEMM first: it has its own chunk to go on with while the host enqueues the copies.
+    if (my_rows() > 0) {
+      if (!config_.fuse && shape_.ranks > 1) {
+        cuda::check(launch_wait_arrived_sm90(wait_[slot], on), "wait_arrived_sm90");
+      }
+      multiply(o, slot, on);
+    }
+    if (pieces_.empty()) return;
+    if (sm_copies()) {
+      push(o, slot);
+    } else {
+      copy(o, slot, graph);
+    }
+    side_->join.record(side_->handle);
+    side_->join.hold(on);
+  }
+
+  void multiply(const Operands& o, std::uint32_t slot, cudaStream_t on) {
+    const std::int64_t first = row_offset(shape_, rank_);
+    const auto* local = static_cast<const std::byte*>(o.x) + first * shape_.row_bytes();
+    Mapped& mapped = mapped_[slot];
+    if (mapped.local != local || mapped.w != o.w) {
+      mapped.maps =
+          make_gemm_maps(shape_, rank_, local, window_->local() + index_.chunk(slot, 0, 0), o.w);
+      mapped.local = local;
+      mapped.w = o.w;
+    }
+    GemmArgs args = gemm_[slot];
+    args.out = static_cast<std::uint16_t*>(o.out);
+    args.local_scales = o.x_scales == nullptr ? nullptr : o.x_scales + first;
+    args.local_scale_stride = o.x_scale_stride;
+    args.w_scales = o.w_scales;
+    cuda::check(launch_gemm_sm90(args, mapped.maps, shape_.format, ctas_, on), "a2a_gemm_sm90");
+  }
+
+  void push(const Operands& o, std::uint32_t slot) {
+    PushArgs args = push_[slot];
+    args.x = static_cast<const std::byte*>(o.x);
+    args.x_scales = o.x_scales;
+    args.x_scale_stride = o.x_scale_stride;
+    cuda::check(launch_push_sm90(args, options_.copy_ctas, side_->handle), "push_sm90");
+    for (const Piece& piece : pieces_) count(piece);
+  }
+
+  void copy(const Operands& o, std::uint32_t slot, bool graph) {
+    for (const Piece& piece : pieces_) {
+      const std::int64_t row = row_offset(shape_, piece.peer) + piece.row;
+      const auto to = static_cast<std::uint64_t>(piece.row);
+      std::byte* base = window_->base(piece.peer);
+      const bool local = mapping_->same_device(piece.peer);
+      const std::uint64_t blocks = index_.shape.scale_blocks;
+      if (blocks > 0) {
+        copy_rows(base + index_.chunk_scale(slot, rank_, 0, to),
+                  scale_stride(index_.shape.max_rows) * 4, o.x_scales + row,
+                  static_cast<std::uint64_t>(o.x_scale_stride) * 4,
+                  static_cast<std::uint64_t>(piece.rows) * 4, blocks, local && !graph);
+      }
+      const std::uint64_t bytes = static_cast<std::uint64_t>(piece.rows) * index_.shape.row_bytes;
+      copy_rows(base + index_.chunk(slot, rank_, to), bytes,
+                static_cast<const std::byte*>(o.x) + row * shape_.row_bytes(), bytes, bytes, 1,
+                local && !graph);
+      // A submission of its own: visible no earlier than the data.
+      copy_rows(base + index_.arrived(slot, rank_, static_cast<std::uint64_t>(piece.row_block)), 8,
+                epoch_word(slot), 8, 8, 1, local && !graph);
+      count(piece);
+    }
+  }
+
+  // `rows` pieces of `bytes`. `engine`: both ends lie in this GPU, and the copy asks for the copy
+  // engine (plain local copies are done by SMs); a captured copy cannot ask.
+  void copy_rows(void* to, std::uint64_t to_stride, const void* from, std::uint64_t from_stride,
+                 std::uint64_t bytes, std::uint64_t rows, bool engine) {
+    if (!engine) {
+      if (rows == 1) {
+        PENSTOCK_CUDA_CHECK(
+            cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, side_->handle));
+      } else {
+        PENSTOCK_CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, bytes, rows,
+                                              cudaMemcpyDeviceToDevice, side_->handle));
+      }
+      return;
+    }
+    batch_to_.clear();
+    batch_from_.clear();
+    batch_bytes_.assign(rows, bytes);
+    for (std::uint64_t r = 0; r < rows; ++r) {
+      batch_to_.push_back(static_cast<std::byte*>(to) + r * to_stride);
+      batch_from_.push_back(static_cast<const std::byte*>(from) + r * from_stride);
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t first = 0;
+    PENSTOCK_CUDA_CHECK(cudaMemcpyBatchAsync(batch_to_.data(), batch_from_.data(),
+                                             batch_bytes_.data(), rows, &attributes, &first, 1,
+                                             side_->handle));
+  }
+
+  void count(const Piece& piece) {
+    const auto rows = static_cast<std::uint64_t>(piece.rows);
+    const bool scaled = index_.shape.scale_blocks > 0;
+    counters_.puts += scaled ? 2 : 1;
+    counters_.copies += scaled ? 2 : 1;
+    counters_.bytes += rows * (index_.shape.row_bytes + 4 * index_.shape.scale_blocks);
+    counters_.signals += 1;
+  }
+
+  // Tensor maps of the last operands.
+  struct Mapped {
+    const void* local = nullptr;
+    const void* w = nullptr;
+    GemmMaps maps{};
+  };
+
+  std::shared_ptr<cuda::DeviceRank> device_rank_;
+  TeamHandle team_;
+  Shape shape_;
+  Options options_;
+  std::int32_t rank_;
+  std::int32_t op_;
+  std::int32_t ctas_ = 0;
+  Config config_;
+  Layout layout_;
+  std::shared_ptr<Window> window_;
+  std::shared_ptr<cuda::DeviceWindowMapping> mapping_;
+  WindowIndex index_;
+  std::vector<Piece> pieces_;
+  DeviceBuffer<Piece> device_pieces_;
+  // A line each: the slots' epochs, CTAs of the GEMM that have ended; then CTAs done with a piece.
+  DeviceBuffer<std::uint64_t> words_;
+  std::array<BeginArgs, kSlots> begin_;
+  std::array<WaitArrivedArgs, kSlots> wait_;
+  std::array<GemmArgs, kSlots> gemm_;
+  std::array<PushArgs, kSlots> push_;
+  std::array<Mapped, kSlots> mapped_;
+  std::vector<void*> batch_to_;
+  std::vector<const void*> batch_from_;
+  std::vector<std::size_t> batch_bytes_;
+  std::set<cudaStream_t> prepared_;
+  std::uint64_t calls_ = 0;
+  TransportCounters counters_;
+  std::unique_ptr<SideStream> side_;
+};
+
+}  // namespace
+
+std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(std::shared_ptr<cuda::DeviceRank> rank,
+                                            const Shape& shape, const Options& options) {
+  return std::make_unique<CudaA2aGemm>(std::move(rank), shape, options);
+}
+
+std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(TeamHandle team, const Shape& shape,
+                                            const Options& options) {
+  int device = options.device;
+  collectively(*team, [&] {
+    const std::string reason = cuda::unavailable_reason();
+    require(reason.empty(), ErrorKind::kUnsupported, [&] { return "a2a_gemm: " + reason; });
+    if (device < 0) PENSTOCK_CUDA_CHECK(cudaGetDevice(&device));
+  });
+  return make_cuda_a2a_gemm(cuda::DeviceRank::create(std::move(team), device), shape, options);
+}
+
+}  // namespace penstock::a2a_gemm

@@ -1,0 +1,29 @@
+#include "ops/a2a_gemm/operands.h"
+
+#include <fmt/format.h>
+
+#include "penstock/core/error.h"
+
+namespace penstock::a2a_gemm {
+
+void check_operands(const Operands& o, const Shape& shape, std::int32_t rank) {
+  const auto need = [](bool ok, const char* what) {
+    require(ok, ErrorKind::kInvalidArgument, [&] { return fmt::format("a2a_gemm: {}", what); });
+  };
+  const std::int64_t rows = total_rows(shape);
+  need(o.x != nullptr || rows == 0, "x is null");
+  need(o.w != nullptr, "w is null");
+  need(o.out != nullptr || shape.rows[static_cast<std::size_t>(rank)] == 0, "out is null");
+  if (shape.format != Format::kFp8) return;
+  need(o.x_scales != nullptr || rows == 0, "x_scales is null; fp8 needs scales");
+  need(o.w_scales != nullptr, "w_scales is null; fp8 needs scales");
+  require(o.x_scale_stride >= rows && o.x_scale_stride % kUnit == 0, ErrorKind::kInvalidArgument,
+          [&] {
+            return fmt::format(
+                "a2a_gemm: x_scale_stride is {}; give a multiple of {} of at least the {} rows of "
+                "x",
+                o.x_scale_stride, kUnit, rows);
+          });
+}
+
+}  // namespace penstock::a2a_gemm
