@@ -6,6 +6,7 @@
 #include "cli/command.h"
 #include "penstock/core/digest.h"
 #include "penstock/fabric/all_reduce.h"
+#include "penstock/ops/a2a_gemm/layout.h"
 #include "penstock/ops/moe_stage2/layout.h"
 
 namespace penstock::cli {
@@ -67,6 +68,43 @@ void add_moe_stage2(CLI::App& parent, Command& command) {
   });
 }
 
+// Hidden 8192 and a sequence of 16384 over two ranks unless told otherwise.
+void add_a2a_gemm(CLI::App& parent, Command& command) {
+  struct Choice {
+    int ranks = 2;
+    std::int32_t sequence = 16384;
+    std::int32_t hidden = 8192;
+    std::int32_t row_block = 256;
+    bool fp8 = false;
+    bool direct = false;
+  };
+  CLI::App* sub =
+      parent.add_subcommand("a2a-gemm", "All-to-all and the projection that consumes it");
+  const auto choice = std::make_shared<Choice>();
+  sub->add_option("--ranks", choice->ranks, "Ranks of the team")
+      ->check(CLI::Range(1, a2a_gemm::kMaxRanks))
+      ->capture_default_str();
+  sub->add_option("--sequence", choice->sequence, "Rows of all ranks together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_option("--hidden", choice->hidden, "Columns, and depth of all chunks together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_option("--row-block", choice->row_block, "Rows that are announced together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_flag("--fp8,!--bf16", choice->fp8, "Elements of X and W (bf16)");
+  sub->add_flag("--direct", choice->direct, "X goes to the peer without a send region");
+  bind(*sub, command, [&command, choice] {
+    return run(command, a2a_gemm::window_layout(
+                            a2a_gemm::even_shape(
+                                choice->ranks, choice->sequence / choice->ranks,
+                                choice->hidden / choice->ranks, choice->hidden,
+                                choice->fp8 ? a2a_gemm::Format::kFp8 : a2a_gemm::Format::kBf16),
+                            choice->row_block, !choice->direct));
+  });
+}
+
 }  // namespace
 
 void add_layout(CLI::App& app, Command& command) {
@@ -84,6 +122,7 @@ void add_layout(CLI::App& app, Command& command) {
       ->capture_default_str();
   bind(*all_reduce, command, [&command, shape] { return run(command, all_reduce_layout(*shape)); });
   add_moe_stage2(*sub, command);
+  add_a2a_gemm(*sub, command);
 }
 
 }  // namespace penstock::cli

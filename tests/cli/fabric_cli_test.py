@@ -108,6 +108,16 @@ class Layout(unittest.TestCase):
             end = region["offset"] + region["bytes"]
         self.assertGreaterEqual(layout["bytes"], end)
 
+    def test_operators(self):
+        layout = json.loads(run_cli("layout", "a2a-gemm", "--ranks", "4", "--sequence", "4096", "--json").stdout)
+        self.assertEqual(layout["operator"], "a2a_gemm")
+        chunks = next(r for r in layout["regions"] if r["name"] == "chunks")
+        # two slots of a chunk from each of 4 ranks: 1024 rows of 2048 bf16
+        self.assertEqual(chunks["bytes"], 2 * 4 * 1024 * 2048 * 2)
+        done = run_cli("layout", "a2a-gemm", "--sequence", "100", "--json", expect=1)
+        self.assertEqual(json.loads(done.stdout)["error"]["kind"], "invalid_argument")
+        self.assertIn("moe_stage2", run_cli("layout", "moe-stage2").stdout.decode())
+
     def test_words_and_refusals(self):
         text = run_cli("layout", "all_reduce").stdout.decode()
         self.assertIn("digest", text)

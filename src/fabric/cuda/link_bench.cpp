@@ -114,6 +114,10 @@ class LinkBench {
     if (!local_) {
       for (const std::uint64_t bytes : sizes) sm_rate(bytes, kSmPutBlocks, true);
     }
+    for (const int ctas : {8, most_ctas_}) {
+      if (ctas == most_ctas_ && ctas <= 8) continue;  // eight are the first curve
+      for (const std::uint64_t bytes : sizes) direct_rate(bytes, ctas);
+    }
     busy_beside_copies();
     latency_when_occupied();
     packets();
@@ -248,6 +252,31 @@ class LinkBench {
          {"ctas", std::int64_t{ctas}},
          {"direction", direction(both)},
          {"method", std::string("back-to-back launches, signal behind each")}});
+  }
+
+  // Stores of the kernel that makes the data: nothing is read.
+  void direct_rate(std::uint64_t bytes, int ctas) {
+    forget(bytes, false);
+    const int repeats = std::max(3, repeats_of(bytes));
+    std::vector<double> rate;
+    for (int sample = 0; sample <= std::min(options_.samples, 8); ++sample) {
+      team_->barrier();
+      if (!sends(false)) continue;
+      const double seconds = timer_->seconds(stream_->handle, [&] {
+        for (int i = 0; i < repeats; ++i) {
+          PENSTOCK_CUDA_CHECK(launch_fill(words_of(to_peer()), bytes / 8, seed_of(team_->rank()),
+                                          ctas, stream_->handle));
+        }
+      });
+      if (sample > 0) rate.push_back(static_cast<double>(bytes) * repeats / seconds * 1e-9);
+    }
+    verify(bytes, false, "direct stores");
+    add("rate", "GB/s", std::move(rate),
+        {{"transport", std::string("direct")},
+         {"bytes", integer(bytes)},
+         {"ctas", std::int64_t{ctas}},
+         {"direction", direction(false)},
+         {"method", std::string("back-to-back launches of a kernel that computes and stores")}});
   }
 
   static int repeats_of(std::uint64_t bytes) {

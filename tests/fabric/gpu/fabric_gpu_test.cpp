@@ -25,6 +25,7 @@
 #include "fabric/cuda/packet_all_reduce_sm90.h"
 #include "fabric/cuda/sm_transport.h"
 #include "fabric/cuda/window_backend.h"
+#include "fabric/gpu.h"
 #include "fabric/gpu/exchange_sm90.h"
 
 namespace penstock {
@@ -484,6 +485,20 @@ TEST_P(FabricGpuTest, AFaultDropsWhatTransportsHeldBack) {
     EXPECT_EQ(got[0], 41 + from);
     EXPECT_EQ(got[1], 41 + from);
     team->barrier();
+  });
+}
+
+// What `penstock doctor` runs: every pair, every transport, compared by the kernel that saw the
+// signal.
+TEST_P(FabricGpuTest, SelfTestPassesOnEveryTransport) {
+  run([&](const TeamHandle& team) {
+    const GpuSelfTest report = gpu_self_test(team, device_of(team->rank()), {65536, 2});
+    ASSERT_EQ(report.transports.size(), 3U);
+    for (const TransportReport& transport : report.transports) {
+      EXPECT_TRUE(transport.ok) << to_string(transport.kind) << ": " << transport.reason;
+      EXPECT_EQ(transport.moved_bytes, transport.pairs.size() * 2 * 65536);
+    }
+    EXPECT_EQ(report.signals.size(), static_cast<std::size_t>(team->size() * team->size()));
   });
 }
 
