@@ -15,10 +15,10 @@
 #include <random>
 
 #include "a2a_gemm_script.h"
+#include "cli/bench/cublaslt_baseline.h"
 #include "cli/bench/report.h"
 #include "cli/bench/rounds.h"
 #include "core/cuda/device_buffer.h"
-#include "cublaslt_baseline.h"
 #include "device_fill.h"
 #include "fabric/cuda/memory.h"
 #include "ops/a2a_gemm/cuda/gemm_maps.h"

@@ -7,10 +7,10 @@
 #include <fstream>
 #include <iostream>
 
+#include "cli/bench/cublaslt_baseline.h"
 #include "cli/bench/report.h"
 #include "cli/bench/rounds.h"
 #include "core/cuda/check.h"
-#include "cublaslt_baseline.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/memory.h"
 #include "ops/a2a_gemm/bench.h"

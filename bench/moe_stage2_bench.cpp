@@ -15,10 +15,10 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "cli/bench/cublaslt_baseline.h"
 #include "cli/bench/report.h"
 #include "cli/bench/rounds.h"
 #include "core/cuda/device_buffer.h"
-#include "cublaslt_baseline.h"
 #include "device_fill.h"
 #include "ops/moe_stage2/cuda/combine_sm90.h"
 #include "ops/moe_stage2/cuda/gemm_maps.h"

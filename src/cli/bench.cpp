@@ -8,6 +8,7 @@ void add_bench(CLI::App& app, Command& command) {
   bench->require_subcommand(1);
   add_bench_link(*bench, command);
   add_bench_moe_stage2(*bench, command);
+  add_bench_a2a_gemm(*bench, command);
 }
 
 }  // namespace penstock::cli

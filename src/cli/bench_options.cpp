@@ -99,7 +99,7 @@ void add_result(bench::Json& line, const bench::VariantResult& result, bool chec
   bench::add_times(line, bench::quantiles(result.us));
   line["moved_bytes"] = result.moved_bytes;
   line["direct_bytes"] = result.direct_bytes;
-  if (!checked || !result.variant.whole) {
+  if (!checked || !result.variant.same_bits) {
     line["correct"] = nullptr;
     return;
   }
@@ -109,7 +109,7 @@ void add_result(bench::Json& line, const bench::VariantResult& result, bool chec
 }
 
 std::string verdict(const bench::VariantResult& result, bool checked) {
-  if (!checked || !result.variant.whole) return "-";
+  if (!checked || !result.variant.same_bits) return "-";
   return result.correct ? "ok" : "WRONG";
 }
 

@@ -99,5 +99,6 @@ void add_bench(CLI::App& app, Command& command);
 // Under bench.
 void add_bench_link(CLI::App& bench, Command& command);
 void add_bench_moe_stage2(CLI::App& bench, Command& command);
+void add_bench_a2a_gemm(CLI::App& bench, Command& command);
 
 }  // namespace penstock::cli

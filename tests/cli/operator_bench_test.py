@@ -82,5 +82,43 @@ class MoeStage2(unittest.TestCase):
         self.assertIn(b"PENSTOCK_DEADLINE_S='soon'", done.stderr)
 
 
+class A2aGemm(unittest.TestCase):
+    QUICK = ("bench", "a2a-gemm", "--backend", "cpu", "--rounds", "2", "--warm-up", "0")
+    VARIANTS = ["gemm alone", "unfused", "copy_engine", "sm", "direct", "auto"]
+
+    def test_every_variant_is_checked_and_counted(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            svg = os.path.join(folder, "a2a.svg")
+            points = lines_of(*self.QUICK, "--hidden", "64", "--seq", "64,128", "--check", "--svg", svg)
+            curves = xml.dom.minidom.parse(svg).getElementsByTagName("polyline")
+            self.assertEqual([len(c.getAttribute("points").split()) for c in curves], [2] * 5)
+        self.assertEqual([p["variant"] for p in points], self.VARIANTS * 2)
+        for point in points:
+            if point["variant"] == "gemm alone":
+                self.assertIsNone(point["correct"])
+                continue
+            self.assertTrue(point["correct"])
+            self.assertEqual(point["differing_rows"], 0)
+            self.assertLess(point["relative_error"], 1e-2)
+            # One chunk of M rows of K / 2 bf16 leaves each of the two ranks.
+            self.assertEqual(point["moved_bytes"] + point["direct_bytes"], point["m"] * point["k"] // 2 * 2)
+
+    def test_formats_ranks_and_words(self):
+        for ranks, fmt in (("1", "bf16"), ("4", "fp8")):
+            done = run_cli(*self.QUICK, "--hidden", "64", "--seq", "64", "--ranks", ranks, "--format", fmt, "--check")
+            self.assertEqual(done.stdout.decode().count(" ok\n"), 5)
+
+    def test_refusals_name_the_reason(self):
+        for arguments, words in (
+            (("--graph",), b"use --backend cuda"),
+            (("--hidden", "100", "--ranks", "3"), b"multiples of --ranks 3"),
+            (("--hidden", "40"), b"16"),
+            (("--hidden", "8192", "--seq", "65536"), b"--max-minutes"),
+            (("--format", "fp4"), b"fp4"),
+        ):
+            done = run_cli("bench", "a2a-gemm", "--backend", "cpu", *arguments, expect=2)
+            self.assertIn(words, done.stderr, arguments)
+
+
 if __name__ == "__main__":
     unittest.main(argv=[sys.argv[0], *sys.argv[2:]])

@@ -16,7 +16,7 @@ namespace penstock::bench {
 struct Variant {
   std::string name;
   bool whole = true;      // an operator with a result; false: a floor, a part of the work alone
-  bool same_bits = true;  // whole: its result has to equal that of the first such variant
+  bool same_bits = true;  // it is checked: its result has to equal that of the first such variant
 };
 
 // One rank's side. Every call but the constructor's is collective: ranks make them in one order.

@@ -1,4 +1,4 @@
-#include "cublaslt_baseline.h"
+#include "cli/bench/cublaslt_baseline.h"
 
 #include <cublasLt.h>
 #include <dlfcn.h>
