@@ -21,6 +21,11 @@ namespace {
 // Only the direct transport stores from where X is; the others read from the window.
 bool staged(const Options& options) { return options.transport != TransportKind::kDirect; }
 
+std::size_t sum_count(const Shape& shape, std::int32_t row_block_rows) {
+  return static_cast<std::size_t>(std::min(row_block_rows, max_rows(shape))) *
+         static_cast<std::size_t>(shape.columns);
+}
+
 class CpuA2aGemm final : public A2aGemm, public RearmHook {
  public:
   CpuA2aGemm(TeamHandle team, const Shape& shape, const Options& options)
@@ -31,6 +36,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
         guard_(team_, team_->next_operator(), options.deadline) {
     collectively(*team_, [&] {
       validate(shape_);
+      check_quantise_x(shape_, options_.quantise_x);
       require(shape_.ranks == team_->size(), ErrorKind::kInvalidArgument, [&] {
         return fmt::format("a2a_gemm: the shape has {} ranks, the team {}", shape_.ranks,
                            team_->size());
@@ -44,7 +50,12 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
     collectively(*team_, [&] {
       transport_ = make_cpu_transport(options_.transport, window_, options_.engine);
       pieces_ = pieces_of(shape_, rank_, config_.row_block_rows);
-      sums_.resize(static_cast<std::size_t>(workspace_bytes(shape_, options_) / sizeof(float)));
+      sums_.resize(sum_count(shape_, config_.row_block_rows));
+      if (options_.quantise_x) {
+        const auto rows = static_cast<std::size_t>(total_rows(shape_));
+        x_.resize(rows * static_cast<std::size_t>(shape_.depth));
+        x_scales_.resize(rows * static_cast<std::size_t>(shape_.scale_blocks()));
+      }
     });
     team_->add_hook(this);
   }
@@ -59,9 +70,10 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
     }
   }
 
-  void run(Stream, const Operands& operands) override {
-    check_operands(operands, shape_, rank_);
+  void run(Stream, const Operands& given) override {
+    check_operands(given, shape_, rank_, options_.quantise_x);
     team_->check();
+    const Operands operands = options_.quantise_x ? quantised(given) : given;
     const std::uint64_t epoch = window_->epochs().next();
     send(operands, epoch);
     multiply(operands, epoch);
@@ -92,6 +104,17 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   }
 
  private:
+  // Into memory of this operator's: the puts copy it on, so the next call may overwrite it.
+  Operands quantised(const Operands& o) {
+    quantise_x(shape_, static_cast<const Bf16*>(o.x), x_.data(), x_scales_.data(),
+               total_rows(shape_));
+    Operands used = o;
+    used.x = x_.data();
+    used.x_scales = x_scales_.data();
+    used.x_scale_stride = total_rows(shape_);
+    return used;
+  }
+
   std::int32_t my_rows() const { return shape_.rows[static_cast<std::size_t>(rank_)]; }
   std::uint64_t* word(std::uint64_t offset) const {
     return reinterpret_cast<std::uint64_t*>(window_->local() + offset);
@@ -288,14 +311,17 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   std::unique_ptr<Transport> transport_;
   std::vector<Piece> pieces_;
   std::vector<float> sums_;  // of one row block
+  std::vector<E4M3> x_;      // quantise_x: [total rows, depth], and its scales
+  std::vector<float> x_scales_;
 };
 
 }  // namespace
 
 std::uint64_t workspace_bytes(const Shape& shape, const Options& options) {
   const Config config = choose(shape, 0, {}, options.row_block_rows);
-  const auto rows = static_cast<std::uint64_t>(std::min(config.row_block_rows, max_rows(shape)));
-  return rows * static_cast<std::uint64_t>(shape.columns) * sizeof(float);
+  const auto quantised = static_cast<std::uint64_t>(
+      options.quantise_x ? total_rows(shape) * (shape.depth + 4 * shape.scale_blocks()) : 0);
+  return sum_count(shape, config.row_block_rows) * sizeof(float) + quantised;
 }
 
 std::uint64_t window_bytes(const Shape& shape, const Options& options) {

@@ -6,7 +6,7 @@
 
 namespace penstock::a2a_gemm {
 
-void check_operands(const Operands& o, const Shape& shape, std::int32_t rank) {
+void check_operands(const Operands& o, const Shape& shape, std::int32_t rank, bool quantise_x) {
   const auto need = [](bool ok, const char* what) {
     require(ok, ErrorKind::kInvalidArgument, [&] { return fmt::format("a2a_gemm: {}", what); });
   };
@@ -15,8 +15,9 @@ void check_operands(const Operands& o, const Shape& shape, std::int32_t rank) {
   need(o.w != nullptr, "w is null");
   need(o.out != nullptr || shape.rows[static_cast<std::size_t>(rank)] == 0, "out is null");
   if (shape.format != Format::kFp8) return;
-  need(o.x_scales != nullptr || rows == 0, "x_scales is null; fp8 needs scales");
   need(o.w_scales != nullptr, "w_scales is null; fp8 needs scales");
+  if (quantise_x) return;
+  need(o.x_scales != nullptr || rows == 0, "x_scales is null; fp8 needs scales");
   require(o.x_scale_stride >= rows && o.x_scale_stride % kUnit == 0, ErrorKind::kInvalidArgument,
           [&] {
             return fmt::format(
@@ -24,6 +25,14 @@ void check_operands(const Operands& o, const Shape& shape, std::int32_t rank) {
                 "x",
                 o.x_scale_stride, kUnit, rows);
           });
+}
+
+void check_quantise_x(const Shape& shape, bool quantise_x) {
+  require(!quantise_x || shape.format == Format::kFp8, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format(
+        "a2a_gemm: quantise_x with format {}: E4M3 rows meet E4M3 weights, so give an fp8 shape",
+        to_string(shape.format));
+  });
 }
 
 }  // namespace penstock::a2a_gemm

@@ -1,9 +1,11 @@
 #include "penstock/ops/a2a_gemm/reference.h"
 
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "penstock/numerics/block.h"
+#include "penstock/numerics/quantise.h"
 #include "penstock/ops/a2a_gemm/plan.h"
 
 namespace penstock::a2a_gemm {
@@ -88,6 +90,21 @@ void add_chunk(const Shape& shape, const ChunkView& chunk, std::int32_t row, std
           }
         }
       }
+    }
+  }
+}
+
+void quantise_x(const Shape& shape, const Bf16* x, E4M3* q, float* scales, std::int64_t stride) {
+  const std::int64_t rows = total_rows(shape);
+  const auto depth = static_cast<std::size_t>(shape.depth);
+  std::vector<float> row(depth);
+  std::vector<float> row_scales(static_cast<std::size_t>(shape.scale_blocks()));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t at = r * shape.depth;
+    to_float(std::span(x + at, depth), row);
+    (void)quantise_fp8_activation(row, 1, shape.depth, std::span(q + at, depth), row_scales);
+    for (std::size_t b = 0; b < row_scales.size(); ++b) {
+      scales[static_cast<std::int64_t>(b) * stride + r] = row_scales[b];
     }
   }
 }

@@ -379,6 +379,43 @@ TEST(OperatorGpuGraph, ReplaysTakeNewContents) {
   }
 }
 
+// bf16 rows that the operator quantises: the bits of rows that came quantised.
+TEST(OperatorGpuQuantise, BitsOfQuantisedRows) {
+  const Shape shape = uneven({272, 16, 32}, 272, 48, kF);
+  std::vector<World> worlds;
+  worlds.emplace_back(shape, Data::kRandom, 5);
+  const auto rows = worlds[0].take_bf16_rows(6);
+  run_ranks(3, false, [&](const TeamHandle& team, int device) {
+    const int me = team->rank();
+    const auto rank = DeviceRank::create(team, device);
+    const auto images = images_of(worlds, me);
+    RankMemory memory(worlds[0], images[0], me);
+    const DeviceBuffer<Bf16> x(rows[static_cast<std::size_t>(me)]);
+    ScopedStream stream;
+    std::vector<std::byte> want;
+    for (const bool quantise : {false, true}) {
+      Options options = with(Fuse::kAlways);
+      options.quantise_x = quantise;
+      const auto op = make_cuda_a2a_gemm(rank, shape, options);
+      ready(*op, team, stream.handle);
+      memory.fill(images[0], stream.handle);
+      Operands o = memory.operands;
+      if (quantise) {
+        o.x = x.data();
+        o.x_scales = nullptr;
+      }
+      op->run({stream.handle}, o);
+      const auto got = memory.result(stream.handle);
+      if (quantise) {
+        expect_same(got, want, shape, me, "quantised");
+      } else {
+        want = got;
+      }
+      team->barrier();
+    }
+  });
+}
+
 // A rank that does not come: the others' kernels end at the deadline, the fault names it, and after
 // rearm() the same operators give right results again.
 TEST(OperatorGpuFault, AStoppedRankIsNamedAndRearmBringsTheOperatorBack) {

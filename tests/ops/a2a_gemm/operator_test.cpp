@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -314,6 +315,64 @@ TEST(OperatorRefusalTest, OperandsAreChecked) {
     refuses([](Operands& o) { o.x_scale_stride = 24; }, "x_scale_stride is 24");
     op->run({}, world.rank(0).operands);
     expect_same(world.rank(0).out, world.expected(0), shape, 0, "after refusals");
+  });
+}
+
+// bf16 rows quantised by the operator: the bits of rows that came quantised, and an error against
+// the bf16 rows in f64 that is that of E4M3.
+TEST(OperatorQuantiseTest, BitsOfQuantisedRowsAndTheStatedError) {
+  const Shape shape = uneven({272, 16, 32}, 272, 48, kF);
+  World world(shape, Data::kRandom, 5);
+  const auto rows = world.take_bf16_rows(6);
+  run_local_team(3,
+                 [&](const TeamHandle& team) {
+                   const int me = team->rank();
+                   for (const TransportKind kind : {kCe, kDirect}) {
+                     Options options;
+                     options.transport = kind;
+                     options.fuse = Fuse::kAlways;
+                     options.quantise_x = true;
+                     const auto op = make_cpu_a2a_gemm(team, shape, options);
+                     Operands o = world.rank(me).operands;
+                     o.x = rows[static_cast<std::size_t>(me)].data();
+                     o.x_scales = nullptr;
+                     op->run({}, o);
+                     expect_same(world.rank(me).out, world.expected(me), shape, me, "quantised");
+                     team->barrier();
+                   }
+                 },
+                 {.deadline = kDeadline});
+  const auto* w = reinterpret_cast<const E4M3*>(world.w().data());
+  const auto* got = reinterpret_cast<const Bf16*>(world.rank(0).out.data());
+  double error = 0.0;
+  double norm = 0.0;
+  for (std::int64_t i = 0; i < 272 * 48; i += 7) {
+    const std::int64_t column = i % 48;
+    double exact = 0.0;
+    for (std::int64_t s = 0; s < 3; ++s) {
+      for (std::int64_t k = 0; k < 272; ++k) {
+        exact += static_cast<double>(
+                     rows[static_cast<std::size_t>(s)][static_cast<std::size_t>(i / 48 * 272 + k)]
+                         .to_float()) *
+                 static_cast<double>(w[(s * 48 + column) * 272 + k].to_float()) *
+                 static_cast<double>(world.w_scales()[static_cast<std::size_t>(s * 3 + k / 128)]);
+      }
+    }
+    const double value = static_cast<double>(got[i].to_float());
+    error += (value - exact) * (value - exact);
+    norm += exact * exact;
+  }
+  const double relative = std::sqrt(error / norm);
+  RecordProperty("relative_error", std::to_string(relative));
+  EXPECT_GT(relative, 0.01);
+  EXPECT_LT(relative, 0.035);
+}
+
+TEST(OperatorQuantiseTest, NeedsAnFp8Shape) {
+  run_local_team(1, [&](const TeamHandle& team) {
+    Options options;
+    options.quantise_x = true;
+    EXPECT_THROW((void)make_cpu_a2a_gemm(team, even_shape(1, 32, 32, 16, kB), options), Error);
   });
 }
 

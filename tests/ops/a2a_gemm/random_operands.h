@@ -58,6 +58,22 @@ class World {
   const std::vector<Operands>& operands() const { return operands_; }
   const std::vector<std::byte>& w() const { return w_; }
   const std::vector<float>& w_scales() const { return w_scales_; }
+  // fp8: takes bf16 rows as every rank's X instead, quantised by quantise_x(), and returns them
+  // ([rank][total rows, depth]) for Options::quantise_x.
+  std::vector<std::vector<Bf16>> take_bf16_rows(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<std::vector<Bf16>> rows;
+    for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+      RankData& rank = ranks_[static_cast<std::size_t>(r)];
+      std::vector<Bf16> x(rank.x.size());
+      for (Bf16& v : x) v = Bf16::from_float(normal(random));
+      quantise_x(shape_, x.data(), reinterpret_cast<E4M3*>(rank.x.data()), rank.x_scales.data(),
+                 rank.operands.x_scale_stride);
+      rows.push_back(std::move(x));
+    }
+    return rows;
+  }
   void poison() {
     for (RankData& rank : ranks_) rank.out.assign(rank.out.size(), std::byte{0xA5});
   }

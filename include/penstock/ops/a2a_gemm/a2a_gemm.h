@@ -32,7 +32,12 @@ struct Options {
   TransportKind transport = TransportKind::kCopyEngine;
   ChunkOrder order = ChunkOrder::kRotation;
   Fuse fuse = Fuse::kAuto;
-  std::int32_t row_block_rows = 0;       // 0: heuristics; else a multiple of 256
+  std::int32_t row_block_rows = 0;  // 0: heuristics; else a multiple of 256
+  // FP8 on the wire for a caller who has bf16: x is [total_rows, depth] bf16, x_scales are not
+  // read, and each call first makes E4M3 and its scales of it (quantise_x()), for the own chunk
+  // too. shape.format must be fp8, W and its scales as there. Adds the rounding of X to the
+  // result's error: about 2.6% of its norm on normal data (docs/a2a-gemm.md).
+  bool quantise_x = false;
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
   std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 32

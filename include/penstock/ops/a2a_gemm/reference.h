@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "penstock/numerics/formats.h"
 #include "penstock/ops/a2a_gemm/shape.h"
 
 namespace penstock::a2a_gemm {
@@ -36,6 +37,12 @@ struct ChunkView {
 // whoever calls it with the same chunks in the same order gets the same bits.
 void add_chunk(const Shape& shape, const ChunkView& chunk, std::int32_t row, std::int32_t rows,
                const void* w, const float* w_scales, std::int32_t source, float* sums);
+
+// q [total_rows, depth] and scales [scale_blocks, stride] = x [total_rows, depth] in E4M3 with one
+// scale per 1 x 128 (numerics: fp8_activation_scale), stride >= total_rows. What
+// Options::quantise_x sends, bit for bit on either back end. Blocks with a NaN or an Inf become
+// NaN.
+void quantise_x(const Shape& shape, const Bf16* x, E4M3* q, float* scales, std::int64_t stride);
 
 // out [rows, columns] bf16 = sums, to nearest even.
 void round_sums(const float* sums, std::int64_t count, void* out);

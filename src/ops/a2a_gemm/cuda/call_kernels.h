@@ -37,14 +37,15 @@ struct WaitArrivedArgs {
 };
 cudaError_t launch_wait_arrived_sm90(const WaitArrivedArgs& args, cudaStream_t stream);
 
-// Stores this rank's pieces into the peers' windows and announces each behind its last byte.
-struct PushArgs {
+// What a rank sends in a call, and where to.
+struct SendArgs {
   const std::byte* x = nullptr;     // [total rows, K], 16-byte aligned
   const float* x_scales = nullptr;  // [scale blocks][x_scale_stride]
   std::int64_t x_scale_stride = 0;
   const Piece* pieces = nullptr;  // [count], device memory
   std::int32_t count = 0;
-  std::int64_t row_offset[kMaxRanks] = {};  // of each destination's rows in X
+  std::int32_t rows[kMaxRanks] = {};        // of each destination
+  std::int64_t row_offset[kMaxRanks] = {};  // of its rows in X
   std::byte* base[kMaxRanks] = {};          // windows as this rank maps them
   WindowIndex index;
   std::int32_t rank = 0;
@@ -54,11 +55,33 @@ struct PushArgs {
   std::uint64_t* done = nullptr;
   const std::uint64_t* epoch = nullptr;
 };
-cudaError_t launch_push_sm90(const PushArgs& args, int ctas, cudaStream_t stream);
+
+// FP8: stores the scales of all rows that leave into the peers' windows, on at most `ctas` CTAs. No
+// signal: the pieces' own signals come behind this kernel in stream order. Scales are a
+// thirty-second of the bytes and lie in strips of a few KB; by copy engine each strip would cost
+// what a piece does.
+cudaError_t launch_push_scales_sm90(const SendArgs& args, int ctas, cudaStream_t stream);
+
+// Stores the pieces into the peers' windows and announces each behind its last byte.
+cudaError_t launch_push_sm90(const SendArgs& args, int ctas, cudaStream_t stream);
+
+// q [rows, depth] and scales [depth / 128 rounded up][scale_stride] of x, as quantise_x() on the
+// host.
+struct QuantiseArgs {
+  const std::uint16_t* x = nullptr;  // [rows, depth] bf16, 8-byte aligned
+  std::uint8_t* q = nullptr;         // E4M3
+  float* scales = nullptr;
+  std::int64_t rows = 0;  // > 0
+  std::int64_t scale_stride = 0;
+  std::int32_t depth = 0;
+};
+cudaError_t launch_quantise_x_sm90(const QuantiseArgs& args, cudaStream_t stream);
 
 // Load them now instead of at their first launches.
 cudaError_t load_begin_call_sm90();
 cudaError_t load_wait_arrived_sm90();
+cudaError_t load_quantise_x_sm90();
+cudaError_t load_push_scales_sm90();
 cudaError_t load_push_sm90();
 
 }  // namespace penstock::a2a_gemm

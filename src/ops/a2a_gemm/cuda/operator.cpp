@@ -92,7 +92,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   }
 
   void run(Stream stream, const Operands& o) override {
-    check_operands(o, shape_, rank_);
+    check_operands(o, shape_, rank_, options_.quantise_x);
     check_alignment(o);
     team_->check();
     const ScopedDevice scope(device_rank_->device());
@@ -158,6 +158,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
 
   void settle_options() {
     validate(shape_);
+    check_quantise_x(shape_, options_.quantise_x);
     require(shape_.ranks == team_->size(), ErrorKind::kInvalidArgument, [&] {
       return fmt::format("a2a_gemm: the shape has {} ranks, the team {}", shape_.ranks,
                          team_->size());
@@ -202,7 +203,8 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   void build() {
     const ScopedDevice scope(device_rank_->device());
     for (const cudaError_t status :
-         {load_gemm_sm90(), load_begin_call_sm90(), load_wait_arrived_sm90(), load_push_sm90()}) {
+         {load_gemm_sm90(), load_begin_call_sm90(), load_wait_arrived_sm90(),
+          load_quantise_x_sm90(), load_push_scales_sm90(), load_push_sm90()}) {
       cuda::check(status, "loading a2a_gemm's kernels");
     }
     index_ = window_index(window_shape(shape_, config_.row_block_rows, false));
@@ -213,6 +215,11 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     if (sm_copies() && !pieces_.empty()) {
       device_pieces_ = DeviceBuffer<Piece>(pieces_.size());
       cuda::write_device(device_pieces_.data(), pieces_.data(), device_pieces_.bytes());
+    }
+    if (options_.quantise_x && total_rows(shape_) > 0) {
+      const auto rows = static_cast<std::size_t>(total_rows(shape_));
+      x_ = DeviceBuffer<std::uint8_t>(rows * static_cast<std::size_t>(shape_.depth));
+      x_scales_ = DeviceBuffer<float>(rows * static_cast<std::size_t>(shape_.scale_blocks()));
     }
     side_ = std::make_unique<SideStream>();
     device_rank_->prepare(side_->handle);
@@ -225,7 +232,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
       begin_[slot] = begin_args(slot, guard);
       wait_[slot] = wait_args(slot, guard);
       gemm_[slot] = gemm_args(slot, guard);
-      push_[slot] = push_args(slot);
+      send_[slot] = send_args(slot);
     }
   }
 
@@ -284,11 +291,12 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     }
     return args;
   }
-  PushArgs push_args(std::uint32_t slot) const {
-    PushArgs args;
+  SendArgs send_args(std::uint32_t slot) const {
+    SendArgs args;
     args.pieces = device_pieces_.data();
     args.count = static_cast<std::int32_t>(pieces_.size());
     for (int peer = 0; peer < shape_.ranks; ++peer) {
+      args.rows[peer] = shape_.rows[static_cast<std::size_t>(peer)];
       args.row_offset[peer] = row_offset(shape_, peer);
       args.base[peer] = window_->base(peer);
     }
@@ -311,12 +319,38 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     need(o.x, "x");
     need(o.w, "w");
     need(o.out, "out");
-    if (shape_.format == Format::kFp8) need(o.x_scales, "x_scales");
+    if (shape_.format == Format::kFp8 && !options_.quantise_x) need(o.x_scales, "x_scales");
   }
 
-  void enqueue(const Operands& o, std::uint32_t slot, cudaStream_t on, bool graph) {
+  // Into memory of this operator's: calls follow each other, copies included.
+  Operands quantised(const Operands& o, cudaStream_t on) const {
+    if (total_rows(shape_) == 0) return o;
+    QuantiseArgs args;
+    args.x = static_cast<const std::uint16_t*>(o.x);
+    args.q = x_.data();
+    args.scales = x_scales_.data();
+    args.rows = args.scale_stride = total_rows(shape_);
+    args.depth = shape_.depth;
+    cuda::check(launch_quantise_x_sm90(args, on), "quantise_x_sm90");
+    Operands used = o;
+    used.x = x_.data();
+    used.x_scales = x_scales_.data();
+    used.x_scale_stride = args.scale_stride;
+    return used;
+  }
+
+  void enqueue(const Operands& given, std::uint32_t slot, cudaStream_t on, bool graph) {
+    const Operands o = options_.quantise_x ? quantised(given, on) : given;
     cuda::check(launch_begin_call_sm90(begin_[slot], on), "begin_call_sm90");
+    SendArgs send = send_[slot];
+    send.x = static_cast<const std::byte*>(o.x);
+    send.x_scales = o.x_scales;
+    send.x_scale_stride = o.x_scale_stride;
     if (!pieces_.empty()) {
+      // Ahead of the GEMM, which leaves no SM to it.
+      if (shape_.format == Format::kFp8) {
+        cuda::check(launch_push_scales_sm90(send, ctas_, on), "push_scales_sm90");
+      }
       side_->fork.record(on);
       side_->fork.hold(side_->handle);
     }
@@ -329,9 +363,11 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     }
     if (pieces_.empty()) return;
     if (sm_copies()) {
-      push(o, slot);
-    } else {
-      copy(o, slot, graph);
+      cuda::check(launch_push_sm90(send, options_.copy_ctas, side_->handle), "push_sm90");
+    }
+    for (const Piece& piece : pieces_) {
+      if (!sm_copies()) copy(o, piece, slot, graph);
+      count(piece);
     }
     side_->join.record(side_->handle);
     side_->join.hold(on);
@@ -355,74 +391,39 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     cuda::check(launch_gemm_sm90(args, mapped.maps, shape_.format, ctas_, on), "a2a_gemm_sm90");
   }
 
-  void push(const Operands& o, std::uint32_t slot) {
-    PushArgs args = push_[slot];
-    args.x = static_cast<const std::byte*>(o.x);
-    args.x_scales = o.x_scales;
-    args.x_scale_stride = o.x_scale_stride;
-    cuda::check(launch_push_sm90(args, options_.copy_ctas, side_->handle), "push_sm90");
-    for (const Piece& piece : pieces_) count(piece);
+  void copy(const Operands& o, const Piece& piece, std::uint32_t slot, bool graph) {
+    const std::int64_t row = row_offset(shape_, piece.peer) + piece.row;
+    std::byte* base = window_->base(piece.peer);
+    const bool engine = mapping_->same_device(piece.peer) && !graph;
+    copy_bytes(base + index_.chunk(slot, rank_, static_cast<std::uint64_t>(piece.row)),
+               static_cast<const std::byte*>(o.x) + row * shape_.row_bytes(),
+               static_cast<std::uint64_t>(piece.rows) * index_.shape.row_bytes, engine);
+    // A submission of its own: visible no earlier than the data.
+    copy_bytes(base + index_.arrived(slot, rank_, static_cast<std::uint64_t>(piece.row_block)),
+               epoch_word(slot), sizeof(std::uint64_t), engine);
   }
 
-  void copy(const Operands& o, std::uint32_t slot, bool graph) {
-    for (const Piece& piece : pieces_) {
-      const std::int64_t row = row_offset(shape_, piece.peer) + piece.row;
-      const auto to = static_cast<std::uint64_t>(piece.row);
-      std::byte* base = window_->base(piece.peer);
-      const bool local = mapping_->same_device(piece.peer);
-      const std::uint64_t blocks = index_.shape.scale_blocks;
-      if (blocks > 0) {
-        copy_rows(base + index_.chunk_scale(slot, rank_, 0, to),
-                  scale_stride(index_.shape.max_rows) * 4, o.x_scales + row,
-                  static_cast<std::uint64_t>(o.x_scale_stride) * 4,
-                  static_cast<std::uint64_t>(piece.rows) * 4, blocks, local && !graph);
-      }
-      const std::uint64_t bytes = static_cast<std::uint64_t>(piece.rows) * index_.shape.row_bytes;
-      copy_rows(base + index_.chunk(slot, rank_, to), bytes,
-                static_cast<const std::byte*>(o.x) + row * shape_.row_bytes(), bytes, bytes, 1,
-                local && !graph);
-      // A submission of its own: visible no earlier than the data.
-      copy_rows(base + index_.arrived(slot, rank_, static_cast<std::uint64_t>(piece.row_block)), 8,
-                epoch_word(slot), 8, 8, 1, local && !graph);
-      count(piece);
-    }
-  }
-
-  // `rows` pieces of `bytes`. `engine`: both ends lie in this GPU, and the copy asks for the copy
-  // engine (plain local copies are done by SMs); a captured copy cannot ask.
-  void copy_rows(void* to, std::uint64_t to_stride, const void* from, std::uint64_t from_stride,
-                 std::uint64_t bytes, std::uint64_t rows, bool engine) {
+  // `engine`: both ends lie in this GPU, and the copy asks for the copy engine (plain local copies
+  // are done by SMs, which may be taken); a captured copy cannot ask.
+  void copy_bytes(void* to, const void* from, std::uint64_t bytes, bool engine) {
     if (!engine) {
-      if (rows == 1) {
-        PENSTOCK_CUDA_CHECK(
-            cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, side_->handle));
-      } else {
-        PENSTOCK_CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, bytes, rows,
-                                              cudaMemcpyDeviceToDevice, side_->handle));
-      }
+      PENSTOCK_CUDA_CHECK(
+          cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, side_->handle));
       return;
-    }
-    batch_to_.clear();
-    batch_from_.clear();
-    batch_bytes_.assign(rows, bytes);
-    for (std::uint64_t r = 0; r < rows; ++r) {
-      batch_to_.push_back(static_cast<std::byte*>(to) + r * to_stride);
-      batch_from_.push_back(static_cast<const std::byte*>(from) + r * from_stride);
     }
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t size = bytes;
     std::size_t first = 0;
-    PENSTOCK_CUDA_CHECK(cudaMemcpyBatchAsync(batch_to_.data(), batch_from_.data(),
-                                             batch_bytes_.data(), rows, &attributes, &first, 1,
-                                             side_->handle));
+    PENSTOCK_CUDA_CHECK(
+        cudaMemcpyBatchAsync(&to, &from, &size, 1, &attributes, &first, 1, side_->handle));
   }
 
   void count(const Piece& piece) {
     const auto rows = static_cast<std::uint64_t>(piece.rows);
-    const bool scaled = index_.shape.scale_blocks > 0;
-    counters_.puts += scaled ? 2 : 1;
-    counters_.copies += scaled ? 2 : 1;
+    counters_.puts += 1;
+    counters_.copies += 1;
     counters_.bytes += rows * (index_.shape.row_bytes + 4 * index_.shape.scale_blocks);
     counters_.signals += 1;
   }
@@ -450,14 +451,13 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   DeviceBuffer<Piece> device_pieces_;
   // A line each: the slots' epochs, CTAs of the GEMM that have ended; then CTAs done with a piece.
   DeviceBuffer<std::uint64_t> words_;
+  DeviceBuffer<std::uint8_t> x_;  // quantise_x: [total rows, depth] E4M3, and its scales
+  DeviceBuffer<float> x_scales_;
   std::array<BeginArgs, kSlots> begin_;
   std::array<WaitArrivedArgs, kSlots> wait_;
   std::array<GemmArgs, kSlots> gemm_;
-  std::array<PushArgs, kSlots> push_;
+  std::array<SendArgs, kSlots> send_;
   std::array<Mapped, kSlots> mapped_;
-  std::vector<void*> batch_to_;
-  std::vector<const void*> batch_from_;
-  std::vector<std::size_t> batch_bytes_;
   std::set<cudaStream_t> prepared_;
   std::uint64_t calls_ = 0;
   TransportCounters counters_;

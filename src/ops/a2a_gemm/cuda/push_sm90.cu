@@ -12,7 +12,7 @@ using device::Scope;
 
 constexpr int kThreads = 512;
 
-__global__ void __launch_bounds__(kThreads, 1) push_sm90(const __grid_constant__ PushArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) push_sm90(const __grid_constant__ SendArgs args) {
   const std::uint64_t thread = blockIdx.x * static_cast<std::uint64_t>(kThreads) + threadIdx.x;
   const std::uint64_t threads = gridDim.x * static_cast<std::uint64_t>(kThreads);
   const std::uint64_t epoch = device::load_relaxed<Scope::kDevice>(args.epoch);
@@ -26,16 +26,6 @@ __global__ void __launch_bounds__(kThreads, 1) push_sm90(const __grid_constant__
                         args.x + row * static_cast<std::int64_t>(args.index.shape.row_bytes),
                         static_cast<std::uint64_t>(piece.rows) * args.index.shape.row_bytes, thread,
                         threads);
-    // Scales: strips of four rows are 16 bytes at both ends, since rows are multiples of 16.
-    const auto quads = static_cast<std::uint64_t>(piece.rows) / 4;
-    for (std::uint64_t q = thread; q < args.index.shape.scale_blocks * quads; q += threads) {
-      const std::uint64_t block = q / quads;
-      const std::uint64_t at = q % quads * 4;
-      *reinterpret_cast<uint4*>(base + args.index.chunk_scale(slot, args.rank, block, to + at)) =
-          *reinterpret_cast<const uint4*>(args.x_scales +
-                                          static_cast<std::int64_t>(block) * args.x_scale_stride +
-                                          row + static_cast<std::int64_t>(at));
-    }
     __syncthreads();
     if (threadIdx.x != 0) continue;
     ::cuda::atomic_ref<std::uint64_t, ::cuda::thread_scope_device> done(args.done[i]);
@@ -56,7 +46,7 @@ cudaError_t load_push_sm90() {
   return cudaFuncGetAttributes(&attributes, push_sm90);
 }
 
-cudaError_t launch_push_sm90(const PushArgs& args, int ctas, cudaStream_t stream) {
+cudaError_t launch_push_sm90(const SendArgs& args, int ctas, cudaStream_t stream) {
   push_sm90<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
