@@ -244,18 +244,6 @@ __device__ __forceinline__ std::uint32_t load_global_once_u8_if(bool wanted, con
   return v;
 }
 
-// Adds with acquire and release order at system scope (peers and copy engines see what was stored
-// before).
-__device__ __forceinline__ std::uint32_t fetch_add_system(std::uint32_t* address,
-                                                          std::uint32_t value) {
-  std::uint32_t old;
-  asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(address), "r"(value)
-               : "memory");
-  return old;
-}
-
 __device__ __forceinline__ void store_release_system(std::uint32_t* address, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

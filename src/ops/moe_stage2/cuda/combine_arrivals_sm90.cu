@@ -1,4 +1,5 @@
 // The combine of rows that are still arriving: waits for a peer when a token first needs it.
+#include "ops/moe_stage2/cuda/chained_launch.h"
 #include "ops/moe_stage2/cuda/combine_sm90.cuh"
 #include "ops/moe_stage2/cuda/operator_kernels.h"
 #include "ops/moe_stage2/cuda/post_sm90.cuh"
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kCombineMaxThreads, 2)
     combine_arrivals_sm90(const __grid_constant__ CombineArgs even,
                           const __grid_constant__ CombineArgs odd,
                           const __grid_constant__ ArrivalsArgs arrivals) {
+  wait_for_previous();
   if (arrivals.state->stop != 0) return;
   const device::Guard guard(arrivals.guard);
   const std::uint64_t epoch = arrivals.state->epoch;
@@ -51,13 +53,11 @@ cudaError_t launch_combine_arrivals_sm90(const CombineArgs& even, const CombineA
   const std::int64_t resident =
       static_cast<std::int64_t>(where.sms) * (where.shared ? 1 : combine_ctas_per_sm(threads));
   const auto ctas = static_cast<unsigned>(even.tokens < resident ? even.tokens : resident);
-  const unsigned bytes = where.shared ? kWholeSmBytes : 0;
-  if (wire == WireFormat::kBf16) {
-    combine_arrivals_sm90<WireFormat::kBf16><<<ctas, threads, bytes, stream>>>(even, odd, arrivals);
-  } else {
-    combine_arrivals_sm90<WireFormat::kFp8><<<ctas, threads, bytes, stream>>>(even, odd, arrivals);
-  }
-  return cudaGetLastError();
+  const LaunchPlace place{dim3(ctas), static_cast<unsigned>(threads),
+                          where.shared ? static_cast<unsigned>(kWholeSmBytes) : 0, stream};
+  return wire == WireFormat::kBf16
+             ? launch_chained(combine_arrivals_sm90<WireFormat::kBf16>, place, even, odd, arrivals)
+             : launch_chained(combine_arrivals_sm90<WireFormat::kFp8>, place, even, odd, arrivals);
 }
 
 cudaError_t load_combine_arrivals_sm90() {

@@ -160,8 +160,8 @@ __device__ __forceinline__ void copy_operands(const GroupedGemmArgs& args,
   }
 }
 
-// Counts finished tiles in a warp of its own: the fence to system scope takes over a microsecond,
-// which would otherwise stand between two tiles of a consumer.
+// Counts finished tiles in a warp of its own: the fence takes about a microsecond, which would
+// otherwise stand between two tiles of a consumer.
 __device__ __forceinline__ void count_tiles(const GroupedGemmArgs& args, std::uint32_t shared,
                                             int tiles, const Steps& steps) {
   const int column_tiles = (args.hidden + kGemmTileColumns - 1) / kGemmTileColumns;
@@ -177,8 +177,8 @@ __device__ __forceinline__ void count_tiles(const GroupedGemmArgs& args, std::ui
     const int chunk_begin = chunk * args.tiles_per_chunk;
     const int chunk_tiles = min(tiles - chunk_begin, args.tiles_per_chunk);
     const std::int64_t word = static_cast<std::int64_t>(chunk) * kCounterStride;
-    const std::uint32_t before = fetch_add_system(args.chunk_counters + word, 1);
-    if (before + 1 == static_cast<std::uint32_t>(chunk_tiles * column_tiles)) {
+    if (count_tile(args.chunk_counters + word,
+                   static_cast<std::uint32_t>(chunk_tiles * column_tiles))) {
       if (args.chunk_flags != nullptr) {
         store_release_system(args.chunk_flags + word, args.chunk_epoch);
       }

@@ -1,4 +1,5 @@
 // The receiver's inverse table: (token, slot) to row, from the peers' row tables.
+#include "ops/moe_stage2/cuda/chained_launch.h"
 #include "ops/moe_stage2/cuda/operator_kernels.h"
 #include "ops/moe_stage2/cuda/post_sm90.cuh"
 
@@ -9,6 +10,7 @@ constexpr int kThreads = 512;
 
 // blockIdx.x is a source, blockIdx.y a part of its table.
 __global__ void __launch_bounds__(kThreads) invert_sm90(const __grid_constant__ InvertArgs a) {
+  wait_for_previous();
   if (a.state->stop != 0) return;
   const device::Guard guard(a.guard);
   const std::uint64_t epoch = a.state->epoch;
@@ -28,9 +30,13 @@ __global__ void __launch_bounds__(kThreads) invert_sm90(const __grid_constant__ 
       return;
     }
   }
+  const bool own = source == a.rank;
   const std::byte* table = a.window + a.index.landing_table(slot, source);
-  const auto* entries = reinterpret_cast<const std::int32_t*>(table + kLineBytes);
-  const std::int64_t sent = reinterpret_cast<const TableHead*>(table)->rows;
+  const auto* entries = own ? a.plan.row_table + source * a.plan.row_table_stride
+                            : reinterpret_cast<const std::int32_t*>(table + kLineBytes);
+  const std::int64_t sent =
+      own ? a.plan.prefix[static_cast<std::int64_t>(*a.plan.tile_count) * kMaxRanks + source]
+          : reinterpret_cast<const TableHead*>(table)->rows;
   const auto most = static_cast<std::int64_t>(a.index.shape.table_rows);
   const std::int64_t rows = sent < most ? sent : most;
   const auto reserved = static_cast<std::int64_t>(a.index.shape.reserved);
@@ -50,11 +56,13 @@ __global__ void __launch_bounds__(kThreads) invert_sm90(const __grid_constant__ 
 cudaError_t launch_invert_sm90(const InvertArgs& args, const Residency& where,
                                cudaStream_t stream) {
   const auto ranks = static_cast<unsigned>(args.ranks);
-  // 8 parts of 512 threads invert 8192 rows of a source with two entries a thread.
-  const unsigned most = where.shared ? static_cast<unsigned>(where.sms) / ranks : 8;
-  const unsigned parts = most < 1 ? 1 : (most < 8 ? most : 8);
-  invert_sm90<<<dim3(ranks, parts), kThreads, where.shared ? kWholeSmBytes : 0, stream>>>(args);
-  return cudaGetLastError();
+  // About as many CTAs as SMs, so that a table of 32,768 rows is two entries a thread.
+  const unsigned fit = static_cast<unsigned>(where.sms) / ranks;
+  const unsigned parts = fit < 1 ? 1 : (fit < 32 ? fit : 32);
+  return launch_chained(invert_sm90,
+                        {dim3(ranks, parts), kThreads,
+                         where.shared ? static_cast<unsigned>(kWholeSmBytes) : 0, stream},
+                        args);
 }
 
 cudaError_t load_invert_sm90() {

@@ -153,6 +153,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     cuda::read_device(&state, state_.data(), sizeof(state));
     state.epoch = floor;
     state.stop = state.chunks_done = state.table_arrivals = state.copy_arrivals = 0;
+    std::fill(std::begin(state.peer_arrivals), std::end(state.peer_arrivals), 0);
     cuda::write_device(state_.data(), &state, sizeof(state));
     // Nothing is in flight: every slot is free, whoever stopped short of saying so.
     std::vector<std::uint64_t> words(kSlots * static_cast<std::size_t>(shape_.ranks) * kLineBytes /
@@ -410,6 +411,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     invert.window = window_->local();
     invert.state = state_.data();
     invert.report = report();
+    invert.plan = plan_;
     invert.inverse = inverse_.data();
     invert.slots = o.tokens * shape_.top_k;
     invert.ranks = shape_.ranks;

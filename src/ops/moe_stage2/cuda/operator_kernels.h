@@ -44,6 +44,7 @@ struct CallState {
   alignas(128) std::uint32_t chunks_done = 0;
   alignas(128) std::uint32_t table_arrivals = 0;
   alignas(128) std::uint32_t copy_arrivals = 0;
+  alignas(128) std::uint32_t peer_arrivals[kMaxRanks] = {};
   // For the report, added to by each call.
   alignas(128) std::uint64_t rows_sent = 0;
   std::uint64_t table_bytes = 0;
@@ -97,6 +98,7 @@ struct InvertArgs {
   const std::byte* window = nullptr;  // own
   CallState* state = nullptr;
   CallReport* report = nullptr;
+  PlanOutputs plan;             // this rank's own rows are inverted from it
   RowPlace* inverse = nullptr;  // [slots]
   std::int64_t slots = 0;
   std::int32_t ranks = 0;

@@ -2,6 +2,7 @@
 //
 // Two launches instead of one with a grid barrier: the second needs every earlier tile's counts,
 // and reading them again in each CTA (17 KB at 65,536 rows) is cheaper than a barrier plus a scan.
+#include "ops/moe_stage2/cuda/chained_launch.h"
 #include "ops/moe_stage2/cuda/grouped_gemm_sm90.h"
 #include "ops/moe_stage2/cuda/plan_sm90.h"
 
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     plan_place_sm90(PlanInputs in, PlanOutputs out, const std::int32_t* counts) {
   __shared__ std::int32_t partial[kWarpsPerTile][kMaxRanks];
   __shared__ std::int32_t base[kMaxRanks];
+  wait_for_previous();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int tiles = *out.tile_count;
@@ -173,8 +175,8 @@ cudaError_t launch_plan_sm90(const PlanInputs& in, const PlanOutputs& out, std::
       in.tile_capacity < 1 ? 1 : (in.tile_capacity < kMostCtas ? in.tile_capacity : kMostCtas));
   plan_count_sm90<<<ctas, kThreads, 0, stream>>>(in, out, scratch, chunk_counters,
                                                  chunk_counters == nullptr ? 0 : counters);
-  plan_place_sm90<<<ctas, kThreads, 0, stream>>>(in, out, scratch);
-  return cudaGetLastError();
+  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return status;
+  return launch_chained(plan_place_sm90, {dim3(ctas), kThreads, 0, stream}, in, out, scratch);
 }
 
 }  // namespace penstock::moe_stage2

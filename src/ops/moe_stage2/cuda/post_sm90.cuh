@@ -65,8 +65,19 @@ __device__ __forceinline__ void announce_rows(const ChunkPost& post, const devic
   }
 }
 
-// Called by the one thread whose addition completed the chunk of tiles [first, last): an
-// acquire-release addition, so all rows of the chunk are ordered before this call. `chunks` is the
+// Adds a finished tile to its chunk's counter; true for the addition that makes it `full`. Release
+// at GPU scope: whoever posts or signals the chunk is on this GPU, comes behind all additions, and
+// releases at system scope, which covers what it has acquired. The acquire is made once a chunk,
+// not once a tile, because it empties the SM's L1.
+__device__ __forceinline__ bool count_tile(std::uint32_t* counter, std::uint32_t full) {
+  ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_device> count(*counter);
+  if (count.fetch_add(1, ::cuda::memory_order_release) + 1 != full) return false;
+  ::cuda::atomic_thread_fence(::cuda::memory_order_acq_rel, ::cuda::thread_scope_device);
+  return true;
+}
+
+// Called by the one thread whose addition completed the chunk of tiles [first, last)
+// (count_tile), so all rows of the chunk are ordered before this call. `chunks` is the
 // number of chunks of the call.
 __device__ __forceinline__ void chunk_completed(const ChunkPost& post, int first, int last,
                                                 int chunks) {
