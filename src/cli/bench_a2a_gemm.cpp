@@ -294,7 +294,15 @@ int run(const Command& command, const Options& options) {
                               : measure_cpu(options, ranks, problems[i], show));
     }
   }
+  std::string trace;
+  if (!options.common.trace.empty()) {
+    ranks.run([&](const TeamHandle& team) {
+      const bench::Trace mine = bench::trace_cpu_a2a(team, problems.back());
+      if (team->rank() == 0) trace = mine.text();
+    });
+  }
   if (!ranks.leads()) return kExitOk;
+  if (!options.common.trace.empty()) write_file(options.common.trace, trace);
 
   const std::string machine =
       on_gpu ? points.front().facts["gpu"].get<std::string>() : bench::processor_name() + ", CPU";

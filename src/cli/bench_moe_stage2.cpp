@@ -420,7 +420,16 @@ int run(const Command& command, const Options& options) {
                               : measure_cpu(options, ranks, problems[i], show));
     }
   }
+  std::string trace;
+  if (!options.common.trace.empty()) {
+    ranks.run([&](const TeamHandle& team) {
+      const bench::Trace mine =
+          bench::trace_cpu_moe(team, problems.back(), parse_transport(options.transport));
+      if (team->rank() == 0) trace = mine.text();
+    });
+  }
   if (!ranks.leads()) return kExitOk;
+  if (!options.common.trace.empty()) write_file(options.common.trace, trace);
 
   const std::string machine =
       on_gpu ? points.front().facts["gpu"].get<std::string>() : bench::processor_name() + ", CPU";

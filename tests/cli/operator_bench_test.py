@@ -62,6 +62,19 @@ class MoeStage2(unittest.TestCase):
         self.assertIn("copy_engine *", text)
         self.assertEqual(text.count(" ok\n"), 4)
 
+    def test_trace_names_what_each_rank_does(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            trace = os.path.join(folder, "moe.trace.json")
+            run_cli(*self.QUICK, "--tokens", "8", "--ranks", "3", "--trace", trace)
+            with open(trace, encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+        for rank in (0, 1, 2):
+            names = [e["name"].split(" ")[0].rstrip(",") for e in events if e["pid"] == rank and e["ph"] != "M"]
+            self.assertEqual(names.count("arrival"), 2)
+            self.assertEqual(names.count("combine"), 1)
+            self.assertGreater(names.count("multiply"), 0)
+            self.assertEqual(names.count("multiply"), names.count("send"))
+
     def test_refusals_name_the_reason(self):
         for arguments, words in (
             (("--graph",), b"use --backend cuda"),
@@ -102,6 +115,24 @@ class A2aGemm(unittest.TestCase):
             self.assertLess(point["relative_error"], 1e-2)
             # One chunk of M rows of K / 2 bf16 leaves each of the two ranks.
             self.assertEqual(point["moved_bytes"] + point["direct_bytes"], point["m"] * point["k"] // 2 * 2)
+
+    def test_trace_shows_arrivals_before_the_products_that_need_them(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            trace = os.path.join(folder, "a2a.trace.json")
+            run_cli(*self.QUICK, "--hidden", "64", "--seq", "1024", "--row-block-rows", "256", "--trace", trace)
+            with open(trace, encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+        for rank in (0, 1):
+            mine = [e for e in events if e["pid"] == rank and e["ph"] != "M"]
+            arrivals = {e["args"]["row_block"]: e["ts"] for e in mine if e["name"].startswith("arrival")}
+            products = [e for e in mine if e["name"].startswith("multiply")]
+            self.assertEqual(set(arrivals), {0, 1})
+            self.assertEqual(len(products), 4)  # two row blocks of two chunks
+            for product in products:
+                if product["args"]["peer"] != rank:
+                    # The watcher sees a signal at most a nap later than the operator.
+                    self.assertLess(arrivals[product["args"]["row_block"]], product["ts"] + 50000)
+            self.assertEqual(len([e for e in mine if e["name"].startswith("send")]), 2)
 
     def test_formats_ranks_and_words(self):
         for ranks, fmt in (("1", "bf16"), ("4", "fp8")):

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/bench/contest.h"
+#include "cli/bench/trace.h"
 #include "cli/bench/values.h"
 #include "ops/a2a_gemm/bench.h"
 #include "penstock/ops/a2a_gemm/a2a_gemm.h"
@@ -52,6 +53,10 @@ inline constexpr const char* kA2aAuto = "auto";
 // all of them first, the transports' variants multiply as pieces arrive, `auto` fuses where the
 // heuristics say so.
 std::unique_ptr<Contestant> make_cpu_a2a_contest(const TeamHandle& team, const A2aProblem& problem);
+// Collective: what happens when in one call of the CPU operator by copy engine, after one that
+// warms up: arrivals of pieces and starts of the products that wait for them. Rank 0 gets the
+// trace.
+Trace trace_cpu_a2a(const TeamHandle& team, const A2aProblem& problem);
 // Host memory that one rank of it needs, bytes.
 std::uint64_t cpu_a2a_contest_bytes(const A2aProblem& problem);
 

@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "cli/bench/a2a_contest.h"
+#include "cli/bench/timeline_trace.h"
 #include "penstock/ops/a2a_gemm/plan.h"
 
 namespace penstock::bench {
@@ -113,6 +114,23 @@ class CpuA2aContest final : public Contestant {
 std::unique_ptr<Contestant> make_cpu_a2a_contest(const TeamHandle& team,
                                                  const A2aProblem& problem) {
   return std::make_unique<CpuA2aContest>(team, problem);
+}
+
+Trace trace_cpu_a2a(const TeamHandle& team, const A2aProblem& problem) {
+  const A2aHostOperands operands(problem, team->rank());
+  std::vector<Bf16> out(
+      static_cast<std::size_t>(problem.shape.rows[static_cast<std::size_t>(team->rank())]) *
+      static_cast<std::size_t>(problem.shape.columns));
+  Timeline timeline;
+  Options options = operator_options(problem, TransportKind::kCopyEngine, Fuse::kAlways);
+  options.timeline = &timeline;
+  const auto op = make_cpu_a2a_gemm(team, problem.shape, options);
+  for (int call = 0; call < 2; ++call) {
+    (void)timeline.take();
+    team->barrier();
+    op->run({}, operands.view(out.data()));
+  }
+  return trace_of(*team, timeline.take(), "row_block");
 }
 
 std::uint64_t cpu_a2a_contest_bytes(const A2aProblem& problem) {

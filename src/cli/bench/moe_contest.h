@@ -6,6 +6,7 @@
 
 #include "cli/bench/contest.h"
 #include "cli/bench/moe_problem.h"
+#include "cli/bench/trace.h"
 
 namespace penstock::bench {
 
@@ -25,6 +26,9 @@ struct MoeContestOptions {
 // `unfused` sends everything after the last tile by copy engine.
 std::unique_ptr<Contestant> make_cpu_moe_contest(const TeamHandle& team, const MoeProblem& problem,
                                                  const MoeContestOptions& options);
+// Collective: what happens when in one call of the CPU operator on `transport`, after one that
+// warms up. Rank 0 gets the trace.
+Trace trace_cpu_moe(const TeamHandle& team, const MoeProblem& problem, TransportKind transport);
 // Host memory that one rank of it needs, bytes.
 std::uint64_t cpu_moe_contest_bytes(const MoeProblem& problem, int rank,
                                     const MoeContestOptions& options);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cli/bench/moe_contest.h"
+#include "cli/bench/timeline_trace.h"
 #include "penstock/core/error.h"
 #include "penstock/ops/moe_stage2/reference.h"
 
@@ -147,6 +148,21 @@ class CpuMoeContest final : public Contestant {
 std::unique_ptr<Contestant> make_cpu_moe_contest(const TeamHandle& team, const MoeProblem& problem,
                                                  const MoeContestOptions& options) {
   return std::make_unique<CpuMoeContest>(team, problem, options);
+}
+
+Trace trace_cpu_moe(const TeamHandle& team, const MoeProblem& problem, TransportKind transport) {
+  const MoeHostOperands operands(problem, team->rank());
+  std::vector<Bf16> out(static_cast<std::size_t>(operands.tokens * problem.shape.hidden));
+  Timeline timeline;
+  Options options = operator_options(transport, true);
+  options.timeline = &timeline;
+  const auto op = make_cpu_moe_stage2(team, problem.shape, options);
+  for (int call = 0; call < 2; ++call) {
+    (void)timeline.take();
+    team->barrier();
+    op->run({}, operands.view(out.data()));
+  }
+  return trace_of(*team, timeline.take(), "first_tile");
 }
 
 std::uint64_t cpu_moe_contest_bytes(const MoeProblem& problem, int rank,

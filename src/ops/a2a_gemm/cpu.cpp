@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "ops/a2a_gemm/operands.h"
+#include "ops/cpu/arrival_watch.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/signal.h"
@@ -75,6 +77,8 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
     team_->check();
     const Operands operands = options_.quantise_x ? quantised(given) : given;
     const std::uint64_t epoch = window_->epochs().next();
+    std::optional<cpu::ArrivalWatch> watch;
+    if (options_.timeline != nullptr) watch.emplace(*options_.timeline, arrivals(epoch), epoch);
     send(operands, epoch);
     multiply(operands, epoch);
     const std::uint32_t slot = parity_of(epoch);
@@ -155,6 +159,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
     const std::uint32_t slot = parity_of(epoch);
     std::byte* base = window_->local();
     for (const Piece& piece : pieces_) {
+      const TimelineSpan span(options_.timeline, Activity::kSend, piece.peer, piece.row_block);
       const std::int64_t row = row_offset(shape_, piece.peer) + piece.row;
       const auto at = static_cast<std::uint64_t>(row);
       const auto to = static_cast<std::uint64_t>(piece.row);
@@ -184,6 +189,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   void store(const Operands& o, std::uint64_t epoch) {
     const std::uint32_t slot = parity_of(epoch);
     for (const Piece& piece : pieces_) {
+      const TimelineSpan span(options_.timeline, Activity::kSend, piece.peer, piece.row_block);
       const std::int64_t row = row_offset(shape_, piece.peer) + piece.row;
       const auto to = static_cast<std::uint64_t>(piece.row);
       std::byte* peer = window_->base(piece.peer);
@@ -201,6 +207,20 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
                          index_.arrived(slot, rank_, static_cast<std::uint64_t>(piece.row_block)),
                          epoch);
     }
+  }
+
+  // Every signal that a call waits for.
+  std::vector<cpu::ArrivalWatch::Word> arrivals(std::uint64_t epoch) const {
+    std::vector<cpu::ArrivalWatch::Word> words;
+    for (std::int32_t step = 1; step < shape_.ranks; ++step) {
+      const int source = source_of_step(rank_, step, shape_.ranks);
+      for (std::int32_t b = 0; b < row_block_count(my_rows(), config_.row_block_rows); ++b) {
+        words.push_back(
+            {word(index_.arrived(parity_of(epoch), source, static_cast<std::uint64_t>(b))), source,
+             b});
+      }
+    }
+    return words;
   }
 
   bool arrived(int source, std::int32_t block, std::uint64_t epoch) const {
@@ -222,6 +242,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
   void wait_arrived(int source, std::int32_t step, std::int32_t block, std::uint64_t epoch) {
     const std::uint64_t at =
         index_.arrived(parity_of(epoch), source, static_cast<std::uint64_t>(block));
+    const TimelineSpan span(options_.timeline, Activity::kWait, source, block);
     guard_.wait(word(at), epoch, arrival_site(source, step, block));
   }
 
@@ -291,6 +312,7 @@ class CpuA2aGemm final : public A2aGemm, public RearmHook {
       std::array<bool, kMaxRanks> done{};
       for (std::int32_t step = 0; step < shape_.ranks; ++step) {
         const int source = next_source(step, block, epoch, done);
+        const TimelineSpan span(options_.timeline, Activity::kMultiply, source, block);
         add_chunk(shape_, chunk_of(o, source, epoch), row, rows, o.w, o.w_scales, source,
                   sums_.data());
       }

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <vector>
 
+#include "ops/cpu/arrival_watch.h"
 #include "ops/moe_stage2/operands.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
@@ -71,6 +73,8 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
       wait(kConsumed, peer, epoch, reuse_epoch(epoch));
       if (spills_) wait(kConsumed, peer, epoch - 1, epoch - 1);
     });
+    std::optional<cpu::ArrivalWatch> watch;
+    if (options_.timeline != nullptr) watch.emplace(*options_.timeline, arrivals(epoch), epoch);
     send_tables(plan, epoch);
     multiply(o, plan, epoch);
     for_peers([&](int peer) {
@@ -112,6 +116,15 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     return reinterpret_cast<std::uint64_t*>(window_->local() + offset);
   }
 
+  // The signals that end a call's arrivals.
+  std::vector<cpu::ArrivalWatch::Word> arrivals(std::uint64_t epoch) const {
+    std::vector<cpu::ArrivalWatch::Word> words;
+    for_peers([&](int peer) {
+      words.push_back({word(index_.arrived(parity_of(epoch), peer)), peer, 0});
+    });
+    return words;
+  }
+
   // For the word of the slot that the call `of` uses.
   void wait(WindowRegion region, int peer, std::uint64_t of, std::uint64_t reached) {
     const std::uint32_t slot = parity_of(of);
@@ -121,6 +134,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
     site.stage = region == kConsumed ? 0 : 1;
     site.region = region;
     site.index = static_cast<std::int32_t>(slot) * shape_.ranks + peer;
+    const TimelineSpan span(options_.timeline, Activity::kWait, peer, region);
     guard_.wait(
         word(region == kConsumed ? index_.consumed(slot, peer) : index_.arrived(slot, peer)),
         reached, site);
@@ -198,6 +212,8 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
         options_.fuse ? options_.tiles_per_chunk : std::max<std::int64_t>(tiles, 1);
     for (std::int64_t first = 0; first < tiles; first += step) {
       const std::int64_t last = std::min(first + step, tiles);
+      std::optional<TimelineSpan> span;
+      span.emplace(options_.timeline, Activity::kMultiply, -1, static_cast<std::int32_t>(first));
       for (std::int64_t tile = first; tile < last; ++tile) {
         for (std::int64_t row = tile * kTileRows; row < tile * kTileRows + plan.tile_rows[tile];
              ++row) {
@@ -205,6 +221,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
                     reinterpret_cast<unsigned char*>(target_of(plan.place[row], epoch)));
         }
       }
+      span.emplace(options_.timeline, Activity::kSend, -1, static_cast<std::int32_t>(first));
       post_chunk(plan, first, last, epoch);
     }
   }
@@ -268,6 +285,7 @@ class CpuMoeStage2 final : public MoeStage2, public RearmHook {
   }
 
   void combine(const Operands& o, std::uint64_t epoch) {
+    const TimelineSpan span(options_.timeline, Activity::kCombine, -1, -1);
     std::array<const unsigned char*, kMaxTopK> rows{};
     for (std::int64_t token = 0; token < o.tokens; ++token) {
       for (std::int32_t k = 0; k < shape_.top_k; ++k) {

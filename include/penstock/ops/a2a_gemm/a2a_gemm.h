@@ -11,6 +11,7 @@
 #include "penstock/ops/a2a_gemm/heuristics.h"
 #include "penstock/ops/a2a_gemm/reference.h"
 #include "penstock/ops/a2a_gemm/shape.h"
+#include "penstock/ops/timeline.h"
 
 namespace penstock::a2a_gemm {
 
@@ -40,6 +41,7 @@ struct Options {
   bool quantise_x = false;
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
+  Timeline* timeline = nullptr;          // cpu only: gets what each call did when
   std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 32
   std::int32_t device = -1;    // cuda only: the rank's GPU; -1: the calling thread's current one
 };

@@ -10,6 +10,7 @@
 #include "penstock/fabric/transport.h"
 #include "penstock/ops/moe_stage2/reference.h"
 #include "penstock/ops/moe_stage2/shape.h"
+#include "penstock/ops/timeline.h"
 
 namespace penstock::moe_stage2 {
 
@@ -20,6 +21,7 @@ struct Options {
   bool fuse = true;                      // false: everything leaves after the last tile
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
+  Timeline* timeline = nullptr;          // cpu only: gets what each call did when
   std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 16
   std::int32_t device = -1;    // cuda only: the rank's GPU; -1: the calling thread's current one
 };
