@@ -9,6 +9,7 @@
 #include "core/cuda/device_buffer.h"
 #include "ops/moe_stage2/cuda/gemm_maps.h"
 #include "penstock/numerics/block.h"
+#include "penstock/ops/moe_stage2/mxfp4.h"
 #include "penstock/ops/moe_stage2/reference.h"
 #include "penstock/ops/moe_stage2/routing.h"
 
@@ -17,7 +18,11 @@ namespace {
 
 using cuda::DeviceBuffer;
 
-enum class Data { kSmallIntegers, kRandom };
+enum class Data {
+  kSmallIntegers,
+  kMxfp4,  // small integers times MXFP4 weights, repacked; sums are exact
+  kRandom
+};
 
 struct Case {
   const char* name;
@@ -87,18 +92,25 @@ Problem make_problem(const Case& c, std::uint64_t seed) {
   p.weight_scales.resize(c.expert_rows.size() * (h / kScaleBlock) * blocks);
   std::normal_distribution<float> normal;
   const auto element = [&] {
-    if (c.data == Data::kSmallIntegers)
-      return E4M3::from_float(static_cast<float>(random() % 5) - 2.0f);
+    if (c.data != Data::kRandom) return E4M3::from_float(static_cast<float>(random() % 5) - 2.0f);
     return E4M3::from_float(normal(random) * 100.0f);
   };
   const auto scale = [&] {
-    if (c.data == Data::kSmallIntegers) return std::ldexp(1.0f, static_cast<int>(random() % 3));
+    if (c.data != Data::kRandom) return std::ldexp(1.0f, static_cast<int>(random() % 3));
     return std::exp(normal(random)) * 0.01f;
   };
   for (auto& x : p.act) x = element();
   for (auto& x : p.weight) x = element();
   for (auto& x : p.act_scales) x = scale();
   for (auto& x : p.weight_scales) x = scale();
+  if (c.data == Data::kMxfp4) {
+    std::vector<std::uint8_t> pairs(p.weight.size() / 2);
+    std::vector<E8M0> scales(p.weight.size() / 32);
+    for (auto& x : pairs) x = static_cast<std::uint8_t>(random());
+    for (auto& x : scales) x = E8M0::from_exponent(static_cast<int>(random() % 2));
+    repack_mxfp4(pairs, scales, static_cast<std::int64_t>(c.expert_rows.size()), c.shape.hidden,
+                 c.shape.intermediate, p.weight, p.weight_scales);
+  }
   return p;
 }
 
@@ -194,7 +206,7 @@ TEST_P(GroupedGemm, MatchesOracleAndWritesNothingElse) {
       untouched[static_cast<std::size_t>(at + i)] = 0;
     }
     const std::int32_t expert = plan.tile_expert[row / kTileRows];
-    if (c.data == Data::kSmallIntegers) {
+    if (c.data != Data::kRandom) {
       write_row(op, row, expert, c.shape.wire, want.data());
       for (std::int64_t i = 0; i < payload; ++i) {
         ASSERT_EQ(got[static_cast<std::size_t>(at + i)], want[static_cast<std::size_t>(i)])
@@ -249,6 +261,23 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"exact_many_tiles_fp8",
              make_shape(8, 32, 4, 1152, 640, kF),
              {700, 129, 3, 900},
+             Data::kSmallIntegers},
+        Case{"exact_mxfp4_bf16",
+             make_shape(3, 15, 2, 640, 384, kB),
+             {200, 0, 1, 64, 65},
+             Data::kMxfp4},
+        Case{"exact_mxfp4_fp8",
+             make_shape(3, 15, 2, 640, 384, kF),
+             {200, 0, 1, 64, 65},
+             Data::kMxfp4},
+        // More than sixteen blocks of K, and a number that is no multiple of the stages.
+        Case{"exact_long_k_bf16",
+             make_shape(2, 4, 2, 384, 4736, kB),
+             {140, 70},
+             Data::kSmallIntegers},
+        Case{"exact_long_k_fp8",
+             make_shape(2, 4, 2, 384, 4736, kF),
+             {140, 70},
              Data::kSmallIntegers},
         Case{"random_bf16", make_shape(5, 20, 4, 1024, 1280, kB), {300, 77, 0, 513}, Data::kRandom},
         Case{"random_fp8", make_shape(5, 20, 4, 1024, 1280, kF), {300, 77, 0, 513}, Data::kRandom},
