@@ -73,6 +73,34 @@ __device__ __forceinline__ void mma_m64n128k32_e4m3(float (&d)[64], std::uint32_
       : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh128b));
 }
 
+// The same with 64 columns and `a` in registers: word i of thread t holds elements (16 (t / 32) +
+// (t % 32) / 4 + 8 (i % 2), 4 (t % 4) + 16 (i / 2) ... + 3) of a[64 x 32], which is what
+// load_matrix_x4 gives for 16 rows x 32 bytes a warp. The words must not change before the
+// instruction is complete. d as above, j up to 7.
+__device__ __forceinline__ void mma_m64n64k32_e4m3(float (&d)[32], const std::uint32_t (&a)[4],
+                                                   std::uint32_t b, int accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b64 db;\n"
+      "mov.b64 db, {%36, %38};\n"
+      "setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, db, p, 1, 1;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate),
+        "n"(kDescriptorHigh128b));
+}
+
 // d[64 x 256] = a[64 x 16] b[256 x 16]^T (+ d if accumulate), bf16 operands, f32 accumulation. The
 // same fragment layout, j up to 31.
 __device__ __forceinline__ void mma_m64n256k16_bf16(float (&d)[128], std::uint32_t a,

@@ -180,6 +180,13 @@ __device__ __forceinline__ void store_matrix_x4(std::uint32_t address, std::uint
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
+// The inverse: lane l gets words l % 4 of row l / 4 of each matrix.
+__device__ __forceinline__ void load_matrix_x4(std::uint32_t (&words)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_u16(std::uint32_t address, std::uint16_t value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
