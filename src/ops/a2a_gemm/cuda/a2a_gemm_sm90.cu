@@ -3,8 +3,9 @@
 // A CTA computes 128 x 256 tiles, 128 bytes of K a step, through a ring of four stages. The two
 // CTAs of a cluster stack their tiles and share W: each fetches half of the 32 KB of a stage and
 // multicasts it, so that 32 KB instead of 48 KB a stage and CTA come from L2. Warp 0 copies; before
-// the first step of a chunk it waits until the chunk's row block is there, and nothing else in the
-// kernel knows that chunks can be late: K is never split, the accumulators go through all chunks.
+// the first step of a chunk it waits until warp 1 has seen the chunk's row block come, and nothing
+// else in the kernel knows that chunks can be late: K is never split, the accumulators go through
+// all chunks.
 //
 // bf16: two consumer warpgroups of 64 rows x 256 columns, m64n256k16, 128 accumulators, one step in
 // flight. FP8: two of 128 rows x 128 columns, so that one weight scale covers a warpgroup's half,
@@ -46,7 +47,7 @@ constexpr std::uint32_t kScaleOffset = kStagingOffset + kConsumerWarps * kStagin
 constexpr std::uint32_t kFullOffset = kScaleOffset + kStages * kScaleBytes;
 constexpr std::uint32_t kEmptyOffset = kFullOffset + kStages * 8;
 constexpr std::uint32_t kSeenOffset = kEmptyOffset + kStages * 8;
-constexpr std::uint32_t kSharedBytes = kSeenOffset + kSeenWords * 4;
+constexpr std::uint32_t kSharedBytes = kSeenOffset + (kSeenWords + 1) * 4;
 static_assert(kSharedBytes <= 232448, "more shared memory than a block of sm_90 can have");
 
 // A tile uses the stages from 0 on, so that a stage's addresses and descriptors are constants in
@@ -82,43 +83,74 @@ struct Walk {
 
 // ---- the gate
 
-// Waits for row blocks on behalf of the copying thread. A word that has been seen is not read again
-// (a poll is a trip to L2): the bits are in shared memory, and words past their number are polled
-// each time. Little state of its own: the copying warp has few registers.
+// Words that have been seen, as bits in shared memory: warp 1 watches the words in the order in
+// which this CTA's tiles need them and sets their bits; the copying thread, which has a pipeline to
+// feed, looks at shared memory instead of making the trips to L2 of a poll and an acquire.
+struct Seen {
+  std::uint32_t bits[kSeenWords];
+  std::uint32_t failed;  // a wait has ended without its word
+};
+
+__device__ __forceinline__ ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_block> in_block(
+    std::uint32_t& word) {
+  return ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_block>(word);
+}
+
 class Gate {
  public:
-  __device__ Gate(const GemmArgs& args, std::uint32_t* seen) : args_(args), seen_(seen) {
-    for (int i = 0; i < kSeenWords; ++i) seen_[i] = 0;
-  }
+  __device__ Gate(const GemmArgs& args, Seen& seen) : args_(args), seen_(seen) {}
 
-  // Returns when the piece may be read through the copy engine of the SM. After a failed wait no
-  // wait is made any more: the kernel runs to its end over whatever is there and publishes nothing.
+  // The copying thread. Returns when the piece may be read through the copy engine of the SM. After
+  // a failed wait no wait is made any more: the kernel runs to its end over whatever is there and
+  // publishes nothing.
   __device__ void pass(int source, int block, int step) {
-    if (failed_ || known(source, block)) return;
-    const device::Guard guard(args_.guard);
-    const device::WaitSite site{source, step, kArrived, source * args_.row_blocks + block};
-    if (device::wait_epoch<Scope::kSystem>(word(source, block), *args_.epoch, guard, site) !=
-        WaitStatus::kArrived) {
-      failed_ = true;
+    if (failed_) return;
+    const int bit = source * args_.row_blocks + block;
+    if (bit >= kSeenBits) {
+      failed_ = !wait(source, block, step);
       return;
     }
-    // The acquire orders this thread's own reads; its tensor copies are made by another proxy.
-    asm volatile("fence.proxy.async;" ::: "memory");
+    while ((in_block(seen_.bits[bit / 32]).load(::cuda::memory_order_acquire) >> (bit % 32) & 1u) ==
+           0) {
+      // The watching warp ends each wait by its bit or by this.
+      if (in_block(seen_.failed).load(::cuda::memory_order_relaxed) != 0) {
+        failed_ = true;
+        return;
+      }
+    }
+  }
+
+  // A lane of the watching warp. False: no piece need be watched any more.
+  __device__ bool watch(int source, int block, int step) {
     const int bit = source * args_.row_blocks + block;
-    if (bit < kSeenWords * 32) seen_[bit / 32] |= 1u << (bit % 32);
+    if (bit >= kSeenBits) return true;
+    std::uint32_t& word = seen_.bits[bit / 32];
+    if ((in_block(word).load(::cuda::memory_order_relaxed) >> (bit % 32) & 1u) != 0) return true;
+    if (!wait(source, block, step)) {
+      in_block(seen_.failed).store(1, ::cuda::memory_order_relaxed);
+      return false;
+    }
+    in_block(word).fetch_or(1u << (bit % 32), ::cuda::memory_order_release);
+    return true;
   }
 
  private:
-  __device__ const std::uint64_t* word(int source, int block) const {
-    return args_.arrived + source * args_.arrival_stride + block;
-  }
-  __device__ bool known(int source, int block) const {
-    const int bit = source * args_.row_blocks + block;
-    return bit < kSeenWords * 32 && (seen_[bit / 32] >> (bit % 32) & 1u) != 0;
+  static constexpr int kSeenBits = kSeenWords * 32;
+
+  __device__ bool wait(int source, int block, int step) {
+    const device::Guard guard(args_.guard);
+    const device::WaitSite site{source, step, kArrived, source * args_.row_blocks + block};
+    if (device::wait_epoch<Scope::kSystem>(args_.arrived + source * args_.arrival_stride + block,
+                                           *args_.epoch, guard, site) != WaitStatus::kArrived) {
+      return false;
+    }
+    // The acquire orders ordinary reads; tensor copies are made by another proxy.
+    asm volatile("fence.proxy.async;" ::: "memory");
+    return true;
   }
 
   const GemmArgs& args_;
-  std::uint32_t* seen_;
+  Seen& seen_;
   bool failed_ = false;
 };
 
@@ -126,7 +158,7 @@ class Gate {
 
 template <Format kFormat>
 __device__ __forceinline__ void copy_operands(const GemmArgs& args, const GemmMaps& maps,
-                                              std::uint32_t shared, std::uint32_t* seen) {
+                                              std::uint32_t shared, Seen& seen) {
   constexpr std::uint16_t kBoth = (1u << kClusterCtas) - 1;
   const Walk walk(args);
   const bool gated = args.arrived != nullptr;
@@ -175,6 +207,21 @@ __device__ __forceinline__ void copy_operands(const GemmArgs& args, const GemmMa
         stage = stage + 1 == kStages ? 0 : stage + 1;
       }
     }
+  }
+}
+
+// Warp 1: a lane a source, tile after tile in the order of the copying thread, ahead of it.
+__device__ __forceinline__ void watch_arrivals(const GemmArgs& args, Seen& seen) {
+  const Walk walk(args);
+  Gate gate(args, seen);
+  const int step = 1 + static_cast<int>(threadIdx.x) % 32;
+  if (step >= args.ranks) return;
+  const int source = source_of_step(args.rank, step, args.ranks);
+  for (int linear = walk.first; linear < walk.total; linear += walk.step) {
+    const TilePlace place = walk.place(linear);
+    const int row = place.cluster_row * kClusterRows + walk.cta_rank * kTileRows;
+    if (row >= args.rows) continue;
+    if (!gate.watch(source, place.cluster_row * kClusterRows / args.row_block_rows, step)) return;
   }
 }
 
@@ -449,7 +496,9 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
     a2a_gemm_sm90(const __grid_constant__ GemmArgs args, const __grid_constant__ GemmMaps maps) {
   extern __shared__ __align__(1024) unsigned char storage[];
   const std::uint32_t shared = shared_address(storage);
+  Seen& seen = *reinterpret_cast<Seen*>(storage + kSeenOffset);
   if (threadIdx.x == 0) {
+    seen = Seen{};
     prefetch_tensor_map(&maps.local);
     prefetch_tensor_map(&maps.chunk);
     prefetch_tensor_map(&maps.w);
@@ -464,8 +513,9 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x < 128) {
     register_budget_lower<56>();
     if (threadIdx.x == 0) {
-      copy_operands<kFormat>(args, maps, shared,
-                             reinterpret_cast<std::uint32_t*>(storage + kSeenOffset));
+      copy_operands<kFormat>(args, maps, shared, seen);
+    } else if (threadIdx.x / 32 == 1 && args.arrived != nullptr) {
+      watch_arrivals(args, seen);
     }
     __syncwarp();
   } else {
