@@ -71,6 +71,14 @@ __device__ __forceinline__ bool barrier_try_wait(std::uint32_t barrier, std::uin
       : "memory");
   return done != 0;
 }
+__device__ __forceinline__ std::uint32_t load_acquire_shared(std::uint32_t address) {
+  std::uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release_shared(std::uint32_t address, std::uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 // Weights are read once a layer: evict-first keeps mailboxes and cache rows in L2.
 __device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier, std::uint64_t policy) {

@@ -27,17 +27,13 @@ enum Stream : int { kQkvA, kQB, kUk, kUv, kO, kRouter, kShared, kRouted, kDown, 
 
 constexpr std::uint32_t kFullMask = 0xffffffffU;
 constexpr int kMaxRingSlots = 5;
-constexpr int kOutPitch = 64;  // columns of a block, 8 tiles
+constexpr int kBlock = kThreads + 32;  // and the producer warp
+constexpr int kOutPitch = 64;          // columns of a block, 8 tiles
 constexpr int kKvPitch =
     2 * kKvRow + 16;                   // bytes; 16 mod 128, so that ldmatrix meets no bank twice
 constexpr int kProbabilityPitch = 40;  // bf16
 constexpr int kMaxPairs = 8 * (kMaxTopK + 1);
 
-// Where a warp's list of units stands, in shared memory: only the way from one segment to the next
-// needs it.
-struct Cursor {
-  int layer, stream, segment;
-};
 struct Segment {
   const std::uint8_t* base;
   int units;  // 0: the stream has no more
@@ -45,9 +41,11 @@ struct Segment {
 };
 
 struct Fixed {
-  Cursor cursor[kWarps];
   std::uint64_t full[kWarps][kMaxRingSlots];
-  float2 rotation[8][kRope / 2];  // cos, sin
+  std::uint32_t consumed[kWarps];  // units, by their warp for the producer
+  int routed_layer;                // the routing below is this layer's: for the producer
+  int listed_layer;                // the producer has listed all units before this layer
+  float2 rotation[8][kRope / 2];   // cos, sin
   float reduce[kWarps][8];
   float row_up[8];
   float out[8 * kOutPitch];
@@ -67,6 +65,11 @@ struct Fixed {
   int dead;
 };
 static_assert(sizeof(Fixed) <= kFixedBytes);
+
+// Barrier of the compute warps; the producer warp never takes part.
+__device__ __forceinline__ void sync_compute() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
 
 __device__ __forceinline__ int quotient(int x, const Divisor& d) {
   return d.d == 1 ? x : static_cast<int>(__umulhi(static_cast<std::uint32_t>(x), d.reciprocal));
@@ -179,7 +182,7 @@ __device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::
     v[s] = kNorm ? warp_sum(v[s]) : warp_max(v[s]);
     if (lane == 0) f.reduce[warp][s] = v[s];
   }
-  __syncthreads();
+  sync_compute();
   float total = f.reduce[0][lane % R];  // lane s: row s
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) {
@@ -216,7 +219,7 @@ __device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::
       }
     }
   }
-  __syncthreads();
+  sync_compute();
 }
 
 // Where a row gather reads, and what it makes of it.
@@ -415,6 +418,9 @@ __device__ __noinline__ void publish_block(const DecodeArguments& a, const Fixed
   }
 }
 
+struct Cursor {
+  int layer, stream, segment;
+};
 // A stream is a sequence of segments, contiguous units; warp w takes the units w, w + 16, ... of
 // the sequence.
 __device__ __forceinline__ Segment block_segment(const DecodePlan& p, const std::uint8_t* weights,
@@ -489,38 +495,88 @@ __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const 
     }
   }
 }
-// Moves a warp's cursor to the segment that holds its next unit, `skip` units on. units: how many
-// lie there from this unit on; 0: nothing more is known yet (then `skip` stays valid: it is
-// returned in bytes).
-__device__ __noinline__ Segment open_next(const DecodeArguments& a, Fixed& f, int skip,
-                                          int routed_layer) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  Cursor c = f.cursor[warp];
-  Segment out{nullptr, 0, 0};
-  while (true) {
-    if (c.layer >= a.layers || (c.stream >= kRouted && c.layer > routed_layer)) break;
-    const Segment s = next_segment(a, f, c);
-    if (s.units == 0) {
-      c.segment = 0;
-      skip = warp;
-      if (++c.stream == kStreams) {
-        c.stream = 0;
-        ++c.layer;
+// The producer warp: lane w walks the list of warp w and keeps its ring full. One warp for all 16
+// lists, because the way from one segment to the next (a few hundred instructions a warp and layer)
+// stood in the consumers' path: 2260 of 13800 instructions a layer at one row, 7320 at eight.
+__device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::uint32_t ring) {
+  const DecodePlan& p = a.plan;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int of = min(lane, kWarps - 1);
+  const auto slots = static_cast<std::uint32_t>(p.ring_slots);
+  ring += static_cast<std::uint32_t>(of) * slots * kSlotBytes;
+  const std::uint32_t barriers = shared_address(&f.full[of][0]);
+  const std::uint32_t consumed = shared_address(&f.consumed[of]);
+  const std::uint64_t policy = evict_first_policy();
+  volatile int* dead = &f.dead;
+  volatile int* routed_layer = &f.routed_layer;
+  volatile int* listed_layer = &f.listed_layer;
+  Cursor c{0, 0, 0};
+  const std::uint8_t* from = nullptr;
+  int skip = lane;
+  int left = 0;
+  int bytes = 0;
+  std::uint32_t issued = 0;
+  std::uint32_t slot = 0;
+  int listed = 0;
+  bool done = lane >= kWarps;
+  while (*dead == 0) {
+    if (!done && left <= 0) {
+      // On to the segment that holds the next unit, `skip` units from the segment at the cursor.
+      while (true) {
+        if (c.layer >= a.layers) {
+          done = true;
+          break;
+        }
+        if (c.stream >= kRouted && c.layer > *routed_layer) break;
+        __threadfence_block();
+        const Segment s = next_segment(a, f, c);
+        if (s.units == 0) {
+          c.segment = 0;
+          skip = lane;
+          if (++c.stream == kStreams) {
+            c.stream = 0;
+            ++c.layer;
+          }
+          continue;
+        }
+        if (c.stream == kDown && skip >= s.units) {  // all of its segments are equally long
+          c.segment += skip / s.units;
+          skip %= s.units;
+          continue;
+        }
+        ++c.segment;
+        if (skip < s.units) {
+          from = s.base + skip * s.bytes;
+          left = s.units - skip;
+          bytes = s.bytes;
+          break;
+        }
+        skip -= s.units;
       }
-      continue;
     }
-    ++c.segment;
-    if (skip < s.units) {
-      out = {s.base + skip * s.bytes, s.units - skip, s.bytes};
-      break;
+    if (left > 0 && issued - load_acquire_shared(consumed) < slots) {
+      bulk_load(ring + slot * kSlotBytes, from, static_cast<std::uint32_t>(bytes),
+                barriers + slot * 8U, policy);
+      from += kWarps * bytes;
+      left -= kWarps;
+      if (left <= 0) skip = -left;
+      ++issued;
+      if (++slot == slots) slot = 0;
     }
-    skip -= s.units;
+    __syncwarp();
+    const int reached = __reduce_min_sync(kFullMask, done ? a.layers : c.layer);
+    if (reached != listed) {
+      listed = reached;
+      if (lane == 0) *listed_layer = listed;
+    }
+    if (__all_sync(kFullMask, done)) break;
   }
-  if (out.units == 0) out.bytes = skip;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) f.cursor[warp] = c;
-  __syncwarp();
-  return out;
+  // Copies still under way (after a fault nobody waits for them) must not outlive the CTA.
+  if (lane >= kWarps) return;
+  for (std::uint32_t u = issued > slots ? issued - slots : 0; u < issued; ++u) {
+    while (!barrier_try_wait(barriers + u % slots * 8U, u / slots & 1U)) {
+    }
+  }
 }
 
 template <int R>
@@ -532,14 +588,9 @@ struct Machine {
   float* partial;
   std::uint32_t act_address, ring, barriers;
   int tid, warp, lane, g, t, cta;
-  std::uint64_t policy;
-  // Ring: units consumed and asked for; the cursor names the next unit to ask for.
-  int in_flight = 0, issue_slot = 0, use_slot = 0;
+  int use_slot = 0;
   std::uint32_t use_parity = 0;
-  int cursor_skip = 0, cursor_left = 0;
-  int cursor_bytes = 0, routed_layer = -1;
-  bool cursor_blocked = false;
-  const std::uint8_t* cursor_from = nullptr;
+  std::uint32_t used = 0;
   // Layer
   int layer = 0;
   std::uint32_t tag = 0;
@@ -558,8 +609,6 @@ struct Machine {
     act_address = shared_address(act);
     ring = shared_address(ring_base) + static_cast<std::uint32_t>(warp * p.ring_slots * kSlotBytes);
     barriers = shared_address(&f.full[warp][0]);
-    policy = evict_first_policy();
-    cursor_skip = warp;
   }
 
   // ---- waiting
@@ -572,33 +621,6 @@ struct Machine {
 
   // ---- weight ring
   // --------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void pump() {
-    if (cursor_blocked) return;
-    while (in_flight < p.ring_slots) {
-      if (cursor_left <= 0) {
-        const Segment next = open_next(a, f, cursor_skip, routed_layer);
-        if (next.units == 0) {
-          cursor_skip = next.bytes;
-          cursor_blocked = true;
-          return;
-        }
-        cursor_from = next.base;
-        cursor_left = next.units;
-        cursor_bytes = next.bytes;
-      }
-      if (lane == 0) {
-        bulk_load(ring + static_cast<std::uint32_t>(issue_slot * kSlotBytes), cursor_from,
-                  static_cast<std::uint32_t>(cursor_bytes),
-                  barriers + static_cast<std::uint32_t>(issue_slot) * 8U, policy);
-      }
-      cursor_from += kWarps * cursor_bytes;
-      cursor_left -= kWarps;
-      if (cursor_left <= 0) cursor_skip = -cursor_left;
-      ++in_flight;
-      if (++issue_slot == p.ring_slots) issue_slot = 0;
-    }
-  }
 
   // Address of the next unit in shared memory, arrived.
   __device__ __forceinline__ std::uint32_t acquire() {
@@ -615,12 +637,12 @@ struct Machine {
   }
   __device__ __forceinline__ void release() {
     __syncwarp();
-    --in_flight;
+    ++used;
+    if (lane == 0) store_release_shared(shared_address(&f.consumed[warp]), used);
     if (++use_slot == p.ring_slots) {
       use_slot = 0;
       use_parity ^= 1U;
     }
-    pump();
   }
 
   // ---- products
@@ -691,7 +713,7 @@ struct Machine {
         chunk += kWarps;
         while (chunk >= chunks) chunk -= chunks;
       }
-      __syncthreads();
+      sync_compute();
       if (tile < count) {
         float sum = 0.0F;
 #pragma unroll 8
@@ -699,7 +721,7 @@ struct Machine {
         if (up != nullptr) sum *= up[s];
         if (s < rows) f.out[s * kOutPitch + (tile0 + tile) * 8 + r] = sum;
       }
-      __syncthreads();
+      sync_compute();
     }
   }
 
@@ -756,7 +778,7 @@ struct Machine {
           v2[0] = x * cs.x - y * cs.y;
           v2[1] = x * cs.y + y * cs.x;
         }
-        __syncthreads();
+        sync_compute();
       }
       publish_block(a, f, box + p.box_q_b, tag, m.blocks, block, m.packets, columns);
     }
@@ -805,7 +827,7 @@ struct Machine {
           if (n > 4) to[2] = pack_f16(bf16_low(got[k].z) * down, bf16_high(got[k].z) * down);
         }
       }
-      __syncthreads();
+      sync_compute();
       block_product<R, true>(first, m.block_tiles, m.chunks, m.unit_k, p.rows, kStride, act_address,
                              f.row_up);
       publish_block(a, f, box + p.box_uk, tag, m.blocks, block, m.packets, m.block_tiles * 8);
@@ -1112,7 +1134,7 @@ struct Machine {
     for (int chunk = 0; chunk < picks; chunk += kChunkPicks) {
       const int count = min(kChunkPicks, picks - chunk);
       if (chunk > 0) store_keys(second);
-      __syncthreads();
+      sync_compute();
       auto* logits = reinterpret_cast<float*>(act + kLogitsAt);
       if (warp < 8) {  // 2 tiles of 16 picks x 4 quarters of the 576 columns
         const int tile = warp & 1;
@@ -1133,7 +1155,7 @@ struct Machine {
         *reinterpret_cast<float2*>(to) = make_float2(d[0], d[1]);
         *reinterpret_cast<float2*>(to + 8 * kHeadGroup) = make_float2(d[2], d[3]);
       }
-      __syncthreads();
+      sync_compute();
       if (warp < kHeadGroup) {  // a warp a head, a lane a pick
         constexpr int kQuarter = kChunkPicks * kHeadGroup;
         const float* l = logits + lane * kHeadGroup + warp;
@@ -1157,7 +1179,7 @@ struct Machine {
           f.running_sum[warp] = f.running_sum[warp] * rescale + sum;
         }
       }
-      __syncthreads();
+      sync_compute();
       const float r0 = f.rescale[2 * t];
       const float r1 = f.rescale[2 * t + 1];
 #pragma unroll
@@ -1184,7 +1206,7 @@ struct Machine {
                    *reinterpret_cast<const std::uint32_t*>(prob + kLow + 16));
         }
       }
-      __syncthreads();
+      sync_compute();
     }
     // f16 (three bits more than bf16) in place of the queries, then packets.
     auto* out = reinterpret_cast<__half*>(act + kQueryAt);
@@ -1198,7 +1220,7 @@ struct Machine {
       out[(2 * t) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][2] * n0);
       out[(2 * t + 1) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][3] * n1);
     }
-    __syncthreads();
+    sync_compute();
     const int heads = min(kHeadGroup, p.heads - group * kHeadGroup);
     for (int i = tid; i < heads * kPartialPackets; i += kThreads) {
       const int head = i / kPartialPackets;
@@ -1218,7 +1240,7 @@ struct Machine {
         store_local_packet(to, w[0], j < 85 ? w[1] : 0U, j < 85 ? w[2] : 0U, tag);
       }
     }
-    __syncthreads();
+    sync_compute();
   }
 
   __device__ __forceinline__ void attention() {
@@ -1261,7 +1283,7 @@ struct Machine {
         const float w = lane < splits ? __expf(m - top) * __uint_as_float(got[0].y) : 0.0F;
         f.split_weight[lane] = w / warp_sum(w);
       }
-      __syncthreads();
+      sync_compute();
       constexpr int kGroups = 5;
       auto* sums = reinterpret_cast<float*>(act + 2 * kLatent + 16);
       const int lane_group = tid / 86;
@@ -1295,14 +1317,14 @@ struct Machine {
           if (j * 6 + i < kLatent) sums[lane_group * kLatent + j * 6 + i] = y[i];
         }
       }
-      __syncthreads();
+      sync_compute();
       {
         float y = sums[tid];
 #pragma unroll
         for (int k = 1; k < kGroups; ++k) y += sums[k * kLatent + tid];
         reinterpret_cast<__half*>(act)[tid] = __float2half_rn(round_bf16(y));
       }
-      __syncthreads();
+      sync_compute();
       block_product<1>(first, tiles, p.uv.chunks, p.uv.unit_k, 1, 0, act_address, nullptr);
       const int packets = p.uv_part_packets();
       const int columns = tiles * 8;
@@ -1315,7 +1337,7 @@ struct Machine {
             pack_bf16(w[0], w[1]), n > 2 ? pack_bf16(w[2], w[3]) : 0U,
             n > 4 ? pack_bf16(w[4], w[5]) : 0U, tag);
       }
-      __syncthreads();
+      sync_compute();
     }
   }
 
@@ -1367,7 +1389,7 @@ struct Machine {
       }
       release();
     }
-    __syncthreads();
+    sync_compute();
     // Packet j of a row: scores of three experts.
     if (experts > 0 && tid < p.rows * p.router_packets) {
       const int s = tid / p.router_packets;
@@ -1386,13 +1408,25 @@ struct Machine {
           box + p.box_router + (static_cast<std::int64_t>(s) * p.grid + cta) * p.router_packets + j,
           __float_as_uint(r[0]), __float_as_uint(r[1]), __float_as_uint(r[2]), tag);
     }
-    __syncthreads();
+    sync_compute();
   }
 
   // Picks of every row (one warp a row), then the list of active experts and this CTA's share of
   // their tiles.
   __device__ __forceinline__ void routing() {
     float* scores = partial;  // [rows][256]
+    if (tid == kThreads - 1) {
+      // The producer may still read the last layer's routing.
+      volatile int* listed = &f.listed_layer;
+      std::uint32_t rounds = 0;
+      std::uint64_t start = 0;
+      while (*listed < layer) {
+        if ((++rounds & 127U) == 0) {
+          start = give_up(a, f, start, layer, kStageRouting, -1, 0, 0);
+          if (start == kGiveUp) break;
+        }
+      }
+    }
     if (warp < p.rows && f.slot[warp] >= 0) {
       const int s = warp;
       const int producers = ceil_div(p.experts, p.router_rows);
@@ -1403,7 +1437,7 @@ struct Machine {
       float bias[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        bias[i] = lane + 32 * i < p.experts ? __ldg(biases + lane + 32 * i) : 0.0F;
+        bias[i] = lane * 8 + i < p.experts ? __ldg(biases + lane * 8 + i) : 0.0F;
       }
       for (int q0 = lane; q0 < total; q0 += 128) {
         const uint4* from[4];
@@ -1427,42 +1461,41 @@ struct Machine {
         }
       }
       __syncwarp();
+      // A lane holds 8 neighbouring experts: among equal keys the lowest lane, then the lowest
+      // place in it, is the smaller expert.
       std::uint32_t key[8];  // order of the floats as unsigned integers; 0: not there or taken
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int e = lane + 32 * i;
+        const int e = lane * 8 + i;
         key[i] = 0U;
         if (e < p.experts) {
           const std::uint32_t bits = __float_as_uint(scores[s * kMaxExperts + e] + bias[i]);
           key[i] = (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
         }
       }
-      float sum = 0.0F;
-      float mine = 0.0F;
       int my_expert = 0;
+#pragma unroll 1
       for (int k = 0; k < p.top_k; ++k) {
         std::uint32_t best = key[0];
+        int at = 0;
 #pragma unroll
-        for (int i = 1; i < 8; ++i) best = max(best, key[i]);
-        const std::uint32_t top = __reduce_max_sync(kFullMask, best);
-        std::uint32_t id = kMaxExperts - 1;
-#pragma unroll
-        for (int i = 7; i >= 0; --i) {
-          if (key[i] == top) id = static_cast<std::uint32_t>(lane + 32 * i);
+        for (int i = 1; i < 8; ++i) {
+          at = key[i] > best ? i : at;
+          best = max(best, key[i]);
         }
-        const int e =
-            static_cast<int>(__reduce_min_sync(kFullMask, id));  // ties: the smaller expert
+        const std::uint32_t top = __reduce_max_sync(kFullMask, best);
+        const int winner = __ffs(static_cast<int>(__ballot_sync(kFullMask, best == top))) - 1;
+        const int e = __shfl_sync(kFullMask, lane * 8 + at, winner);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (e == lane + 32 * i) key[i] = 0U;
+          if (lane == winner && i == at) key[i] = 0U;
         }
-        const float r = scores[s * kMaxExperts + e];
-        sum += r;
-        if (lane == k) {
-          mine = r;
-          my_expert = e;
-        }
+        if (lane == k) my_expert = e;
       }
+      const float mine = lane < p.top_k ? scores[s * kMaxExperts + my_expert] : 0.0F;
+      float sum = 0.0F;  // in the order of the choice
+#pragma unroll 1
+      for (int k = 0; k < p.top_k; ++k) sum += __shfl_sync(kFullMask, mine, k);
       if (lane < p.top_k) {
         f.top_expert[s][lane] = my_expert;
         f.top_weight[s][lane] =
@@ -1470,7 +1503,7 @@ struct Machine {
         atomicOr(&f.active_bits[my_expert / 32], 1U << (my_expert % 32));
       }
     }
-    __syncthreads();
+    sync_compute();
     for (int i = tid; i < (kMaxExperts + 1) * 8 / 4; i += kThreads) {
       reinterpret_cast<std::uint32_t*>(f.position)[i] = 0U;
     }
@@ -1497,7 +1530,7 @@ struct Machine {
         f.routed_end = tiles * (cta + 1) / p.grid;
       }
     }
-    __syncthreads();
+    sync_compute();
     if (tid < p.rows * (p.top_k + 1)) {
       const int s = tid / (p.top_k + 1);
       const int k = tid - s * (p.top_k + 1);
@@ -1515,10 +1548,11 @@ struct Machine {
         f.pair_weight[s * (p.top_k + 1) + k] = w;
       }
     }
-    __syncthreads();
-    routed_layer = layer;
-    cursor_blocked = false;
-    pump();
+    sync_compute();
+    if (tid == 0) {
+      __threadfence_block();
+      *const_cast<volatile int*>(&f.routed_layer) = layer;
+    }
   }
 
   // Tiles [begin, end) of up/gate; tile / tiles-per-expert counts from active expert `index0`. Rows
@@ -1545,7 +1579,7 @@ struct Machine {
         chunk += kWarps;
         while (chunk >= chunks) chunk -= chunks;
       }
-      __syncthreads();
+      sync_compute();
       const int s = (tid >> 3) & (R - 1);
       const int tile = tid >> (3 + kLogRows<R>);
       float sum = 0.0F;
@@ -1574,7 +1608,7 @@ struct Machine {
           }
         }
       }
-      __syncthreads();
+      sync_compute();
     }
   }
 
@@ -1613,7 +1647,7 @@ struct Machine {
     }
     for (int i = tid; i < stride / 4; i += kThreads)
       reinterpret_cast<std::uint32_t*>(act + pairs * stride)[i] = 0U;
-    __syncthreads();
+    sync_compute();
     mark(kStageMid);
     const int tiles = min(p.down.block_tiles, p.down.tiles - cta * p.down.block_tiles);
     const int chunks = p.down.chunks;
@@ -1650,7 +1684,7 @@ struct Machine {
           ++index;
         }
       }
-      __syncthreads();
+      sync_compute();
       if (my_tile < tiles) {
         for (int e = 0; e < count; ++e) {
           for (int k = 0; k < chunks; ++k) {
@@ -1658,10 +1692,10 @@ struct Machine {
           }
         }
       }
-      __syncthreads();
+      sync_compute();
     }
     if (my_tile < tiles && s < p.rows) f.out[s * kOutPitch + my_tile * 8 + r] = sum;
-    __syncthreads();
+    sync_compute();
   }
 
   __device__ __forceinline__ void mark(int stage) {
@@ -1672,14 +1706,6 @@ struct Machine {
   }
 
   __device__ __forceinline__ void run() {
-    if (tid == 0) {
-      for (int w = 0; w < kWarps; ++w) {
-        for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&f.full[w][i]));
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      for (Cursor& c : f.cursor) c = {0, 0, 0};
-      f.dead = 0;
-    }
     if (tid < 8) f.slot[tid] = tid < p.rows ? a.slots[tid] : -1;
     if (tid < 8 * kRope / 2) {
       const int s = tid / (kRope / 2);
@@ -1696,8 +1722,7 @@ struct Machine {
       }
     }
     const std::uint32_t done = *static_cast<volatile std::uint32_t*>(a.counter);
-    __syncthreads();
-    pump();
+    sync_compute();
     for (layer = 0; layer < a.layers; ++layer) {
       tag = (done + static_cast<std::uint32_t>(layer)) | 0x80000000U;
       const std::uint32_t parity = tag & 1U;
@@ -1725,9 +1750,9 @@ struct Machine {
       mark(kStageQB);
       uk();
       mark(kStageUk);
-      __syncthreads();
+      sync_compute();
       new_rows();
-      __syncthreads();
+      sync_compute();
       mark(kStageKv);
       attention();
       mark(kStageAttention);
@@ -1758,7 +1783,7 @@ struct Machine {
       mark(kStageDown);
       reduce_columns(a, f, layer, tag, window_at + p.win_experts, box + p.box_x,
                      layer + 1 == a.layers, kStageReduceExperts);
-      __syncthreads();
+      sync_compute();
       mark(kStageReduceExperts);
     }
     // The last CTA to come moves the counter on; every other one has read it long before.
@@ -1773,7 +1798,7 @@ struct Machine {
 };
 
 template <int R>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kBlock, 1)
     decode_layer_kernel(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const DecodePlan& p = arguments.plan;
@@ -1781,8 +1806,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   std::uint8_t* act = shared + kFixedBytes;
   std::uint8_t* partial = act + p.act_bytes;
   std::uint8_t* ring = partial + p.wave_units * kTileRows * R * 4;
-  Machine<R> machine(arguments, *reinterpret_cast<Fixed*>(shared), act,
-                     reinterpret_cast<float*>(partial), ring);
+  auto& fixed = *reinterpret_cast<Fixed*>(shared);
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < kWarps; ++w) {
+      for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&fixed.full[w][i]));
+      fixed.consumed[w] = 0;
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fixed.routed_layer = -1;
+    fixed.listed_layer = 0;
+    fixed.dead = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x >= kThreads) {
+    produce(arguments, fixed, shared_address(ring));
+    return;
+  }
+  Machine<R> machine(arguments, fixed, act, reinterpret_cast<float*>(partial), ring);
   machine.run();
 }
 
@@ -1798,7 +1838,7 @@ int launch_kernel(const DecodeArguments& arguments, void* stream) {
   attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(arguments.plan.grid));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(kBlock);
   config.dynamicSmemBytes = static_cast<std::size_t>(arguments.plan.smem_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
