@@ -14,6 +14,7 @@
 #include <cuda_runtime.h>
 
 #include "ops/a2a_gemm/cuda/a2a_gemm_sm90.h"
+#include "ops/sm90/fp8_wave.cuh"
 #include "ops/sm90/mma.cuh"
 #include "ops/sm90/ptx.cuh"
 #include "penstock/fabric/signal_device.cuh"
@@ -35,10 +36,7 @@ constexpr std::uint32_t kWBytes = kTileColumns * kStepBytes;
 constexpr std::uint32_t kWHalfBytes = kWBytes / kClusterCtas;
 constexpr std::uint32_t kScaleBytes = kTileRows * sizeof(float);
 constexpr std::uint32_t kStagingBytes = 16 * 256;  // of one warp: 16 rows x 128 bf16
-constexpr int kConsumerThreads = 256;
-constexpr std::uint32_t kTurnBarrier = 1;  // and the next
-constexpr int kTurnSplit = 1;
-constexpr int kSeenWords = 32;  // one bit an arrival word
+constexpr int kSeenWords = 32;                     // one bit an arrival word
 
 constexpr std::uint32_t kAOffset = 0;
 constexpr std::uint32_t kWOffset = kAOffset + kStages * kABytes;
@@ -332,41 +330,6 @@ __device__ __forceinline__ void multiply_bf16(const GemmArgs& args, std::uint32_
   }
 }
 
-// Starts one wave: its first kTurnSplit instructions are a group of their own, which can be waited
-// for.
-__device__ __forceinline__ void start_wave(float (&d)[64], std::uint32_t a, std::uint32_t w) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-  mma_fence();
-#pragma unroll
-  for (int k = 0; k < kStepBytes / 32; ++k) {
-    mma_m64n128k32_e4m3(d, a + 2 * k, w + 2 * k, k != 0);
-    if (k + 1 == kTurnSplit) mma_commit();
-  }
-  mma_commit();
-}
-// Opens the other warpgroup's turn when the first group is done: its first instruction is then on
-// its way when this wave's last ends.
-template <int kGroup>
-__device__ __forceinline__ void pass_turn(float (&d)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-  mma_wait<1>();
-  named_barrier_arrive(kTurnBarrier + (kGroup ^ 1), kConsumerThreads);
-}
-__device__ __forceinline__ void end_wave(float (&d)[64]) {
-  mma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-}
-
-// sum += scale * d; rows lane / 4 and lane / 4 + 8 of the warp's sixteen have a scale each.
-__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], float low,
-                                        float high) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) sum[i] = fmaf((i & 2) != 0 ? high : low, d[i], sum[i]);
-}
-
 // Columns 128 * kGroup of the tile and on. The warpgroups take turns at the tensor cores, wave by
 // wave, and do under a matrix instruction whatever is none: both as measured in moe_stage2's GEMM.
 template <int kGroup>
@@ -397,7 +360,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t
   };
 
   std::uint32_t parities = 0;
-  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kTurnThreads);
   float scale_lane = walk.first < walk.total ? read_w_scales(walk.first, 0) : 0.0f;
   float d[64];
   float sum[2][64];
@@ -432,7 +395,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t
         if (step >= total_steps) break;
         const std::uint32_t a = a_descriptor + stage * (kABytes >> 4);
         const std::uint32_t b = w_descriptor + stage * (kWBytes >> 4);
-        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+        named_barrier_sync(kTurnBarrier + kGroup, kTurnThreads);
         start_wave(d, a, b);
         // Under the matrix instructions: everything that is neither a sum nor one of them.
         if (step > 0) release((stage + kStages - 1) % kStages);
@@ -444,7 +407,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t
         pass_turn<kGroup>(d);
         end_wave(d);
         promote(sum[0], d, s00, s01);
-        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+        named_barrier_sync(kTurnBarrier + kGroup, kTurnThreads);
         start_wave(d, a + (64 * kStepBytes >> 4), b);
         pass_turn<kGroup>(d);
         prepare((stage + 1) % kStages, step + 1);
@@ -464,7 +427,7 @@ __device__ __forceinline__ void multiply_fp8(const GemmArgs& args, std::uint32_t
     write_rows<0>(sum[1], staging, args, row + 64, column);
   }
   // Takes the turn that the last wave of warpgroup 1 gave, so that no barrier is left half full.
-  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kTurnThreads);
 }
 
 template <Format kFormat, int kGroup>

@@ -11,6 +11,7 @@
 
 #include "ops/moe_stage2/cuda/grouped_gemm_sm90.h"
 #include "ops/moe_stage2/cuda/post_sm90.cuh"
+#include "ops/sm90/fp8_wave.cuh"
 #include "ops/sm90/mma.cuh"
 #include "ops/sm90/ptx.cuh"
 #include "penstock/numerics/block.h"
@@ -47,15 +48,6 @@ constexpr std::uint32_t kFactsOffset = kCountedOffset + 8;
 constexpr std::uint32_t kSharedBytes = kFactsOffset + kFactSlots * 16;
 static_assert(kFactsOffset % 16 == 0);
 static_assert(kSharedBytes <= 232448, "more shared memory than a block of sm_90 can have");
-
-// multiply_in_turns(): the consumer warpgroups take turns at the tensor cores: named barrier
-// kTurnBarrier + g opens g's turn. Left to themselves their instructions share the pipe, both waves
-// end at the same time and the pipe idles while both promote: 63% busy instead of over 80%.
-constexpr std::uint32_t kTurnBarrier = 1;
-constexpr std::uint32_t kConsumerThreads = 256;
-// Instructions of a wave after whose end the other warpgroup may start: 1, 2, 3 of 4 take 1,198,
-// 1,211, 1,252 thousand cycles for the 33,132 x 6144 x 2048 problem.
-constexpr int kTurnSplit = 1;
 
 // What a CTA computes in one step of its cluster.
 struct Work {
@@ -333,42 +325,6 @@ __device__ __forceinline__ void announce_tile(const GroupedGemmArgs& args, std::
 // ---- the bf16 wire's consumer
 // -------------------------------------------------------------------------
 
-// Starts one wave: its first kTurnSplit instructions are a group of their own, which can be waited
-// for.
-__device__ __forceinline__ void start_wave(float (&d)[64], std::uint32_t a, std::uint32_t b) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-  mma_fence();
-#pragma unroll
-  for (int k = 0; k < kScaleBlock / 32; ++k) {
-    mma_m64n128k32_e4m3(d, a + 2 * k, b + 2 * k, k != 0);
-    if (k + 1 == kTurnSplit) mma_commit();
-  }
-  mma_commit();
-}
-
-// Opens the other warpgroup's turn when the first group is done: its first instruction
-// is then on its way when this wave's last ends.
-template <int kGroup>
-__device__ __forceinline__ void pass_turn(float (&d)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-  mma_wait<1>();
-  named_barrier_arrive(kTurnBarrier + (kGroup ^ 1), kConsumerThreads);
-}
-__device__ __forceinline__ void end_wave(float (&d)[64]) {
-  mma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 64; ++i) mma_pin(d[i]);
-}
-
-// sum += scale * d; rows lane / 4 and lane / 4 + 8 of the warp's sixteen have a scale each.
-__device__ __forceinline__ void promote(float (&sum)[64], const float (&d)[64], float low,
-                                        float high) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) sum[i] = fmaf((i & 2) ? high : low, d[i], sum[i]);
-}
-
 // Scales of this lane's four rows of a tile, of one block of K.
 struct ActScales {
   float row[4];
@@ -415,7 +371,7 @@ __device__ __forceinline__ void multiply_in_turns(const GroupedGemmArgs& args, s
   const bool odd = args.epoch != nullptr && penstock::parity_of(*args.epoch) != 0;
   std::uint32_t parities = 0;
   float scale_lane = 0.0f;
-  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 1) named_barrier_arrive(kTurnBarrier, kTurnThreads);
 
   float d[64];
   float sum[2][64];
@@ -462,7 +418,7 @@ __device__ __forceinline__ void multiply_in_turns(const GroupedGemmArgs& args, s
         if (kb >= args.k_blocks) break;
         const std::uint32_t a = act_descriptor + stage * (kActBytes >> 4);
         const std::uint32_t b = weight_descriptor + stage * (kWeightBytes >> 4);
-        named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+        named_barrier_sync(kTurnBarrier + kGroup, kTurnThreads);
         start_wave(d, a, b);
         // Under the matrix instructions: everything that is neither a sum nor one of them.
         if (kb > 0) release((stage + kStages - 1) % kStages);
@@ -476,7 +432,7 @@ __device__ __forceinline__ void multiply_in_turns(const GroupedGemmArgs& args, s
         end_wave(d);
         promote(sum[0], d, s00, s01);
         if (two_waves) {  // the same in both warpgroups, so their turns stay even
-          named_barrier_sync(kTurnBarrier + kGroup, kConsumerThreads);
+          named_barrier_sync(kTurnBarrier + kGroup, kTurnThreads);
           start_wave(d, a + (64 * kScaleBlock >> 4), b);
           pass_turn<kGroup>(d);
           prepare(stage, kb + 1);
@@ -499,7 +455,7 @@ __device__ __forceinline__ void multiply_in_turns(const GroupedGemmArgs& args, s
     scale_lane = next_scale_lane;
   }
   // Takes the turn that the last wave of warpgroup 1 gave, so that no barrier is left half full.
-  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kConsumerThreads);
+  if (kGroup == 0) named_barrier_sync(kTurnBarrier, kTurnThreads);
 }
 
 // ---- the fp8 wire's consumer
