@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "penstock/core/error.h"
+#include "penstock/ops/moe_stage2/heuristics.h"
 
 namespace penstock::moe_stage2 {
 namespace {
@@ -70,6 +71,35 @@ TEST(Shape, BoundsAndRowBytes) {
   EXPECT_EQ(worst_padded_rows_per_rank(s), 8 * 128);  // eight rows pad eight experts, not 200
   s.max_tokens_per_rank = 0;
   EXPECT_EQ(reserved_rows(s), 1);
+}
+
+TEST(Heuristics, ChunksAimAtTheBytesOfOnePeer) {
+  Shape shape;
+  shape.experts = 256;
+  shape.top_k = 8;
+  shape.hidden = 6144;
+  shape.intermediate = 2048;
+  shape.max_tokens_per_rank = 4096;
+  for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
+    shape.wire = wire;
+    for (const int ranks : {1, 2, 4, 8}) {
+      shape.ranks = ranks;
+      const std::int32_t tiles = choose_tiles_per_chunk(shape);
+      const double peer = static_cast<double>(wire_row_bytes(6144, wire)) * kTileRows / ranks;
+      EXPECT_GE(tiles * peer, kChunkBytes) << ranks;
+      EXPECT_LT((tiles - 1) * peer, kChunkBytes) << ranks;
+    }
+  }
+  shape.hidden = 128;
+  EXPECT_EQ(choose_tiles_per_chunk(shape), 64);
+}
+
+TEST(Heuristics, SmallBatchesAreStoredDirectly) {
+  Shape shape;
+  shape.max_tokens_per_rank = kCopyEngineFromTokens - 1;
+  EXPECT_EQ(choose_transport(shape), TransportKind::kDirect);
+  shape.max_tokens_per_rank = kCopyEngineFromTokens;
+  EXPECT_EQ(choose_transport(shape), TransportKind::kCopyEngine);
 }
 
 }  // namespace
