@@ -75,6 +75,13 @@ std::string_view baseline(const Point& point) {
   return has(point, bench::kUnfusedNccl) ? bench::kUnfusedNccl : bench::kUnfused;
 }
 
+// Bytes that a call sends to peers: from the routing where the back end says so, else what the
+// transport counted.
+double wire_bytes(const Point& point, const bench::VariantResult& r) {
+  if (point.facts.contains("wire_bytes")) return point.facts["wire_bytes"].get<double>();
+  return r.moved_bytes + r.direct_bytes;
+}
+
 Derived derive(const Point& point) {
   const Shape& s = point.shape;
   return {median(find(point, bench::kGemmAlone)), median(find(point, bench::kCombineAlone)),
@@ -220,7 +227,7 @@ bench::Json line_of(const Options& options, const Point& point, const bench::Var
     line["tflops"] = d.flop / times.median_us * 1e-6;
   }
   if (r.variant.whole) {
-    line["wire_gb_per_s"] = (r.moved_bytes + r.direct_bytes) / times.median_us * 1e-3;
+    line["wire_gb_per_s"] = wire_bytes(point, r) / times.median_us * 1e-3;
     line["gemm_alone_us"] = d.gemm_us;
     line["combine_alone_us"] = d.combine_us;
     line["exposed_us"] = times.median_us - d.gemm_us - d.combine_us;
@@ -259,7 +266,7 @@ std::string table(const Options& options, const Ranks& ranks, std::string_view m
                 whole || r.variant.name == bench::kGemmAlone
                     ? fmt::format("{:.4g}", d.flop / t.median_us * 1e-6)
                     : std::string("-"),
-                number(whole, (r.moved_bytes + r.direct_bytes) / t.median_us * 1e-3, 3),
+                number(whole, wire_bytes(point, r) / t.median_us * 1e-3, 3),
                 number(whole, t.median_us - d.gemm_us - d.combine_us, 1),
                 number(whole, t.median_us / (d.gemm_us + d.combine_us), 3),
                 number(whole, d.unfused_us / t.median_us, 3), verdict(r, options.common.check)});

@@ -15,6 +15,9 @@ int run(const Command& command) {
     for (const auto& row : rows) {
       out.push_back({{"name", row.name},
                      {"value", row.value},
+                     {"valid", row.problem.empty()},
+                     {"in_force", row.in_force},
+                     {"problem", row.problem},
                      {"default", row.fallback},
                      {"origin", row.origin},
                      {"description", row.description}});
@@ -22,11 +25,14 @@ int run(const Command& command) {
     print_json(out);
     return kExitOk;
   }
-  std::string text =
-      fmt::format("{:<28} {:<12} {:<12} {:<12} {}\n", "name", "value", "default", "origin", "what");
+  std::string text = fmt::format("{:<28} {:<12} {:<12} {:<12} {}\n", "name", "in force", "default",
+                                 "origin", "what");
   for (const auto& row : rows) {
-    text += fmt::format("{:<28} {:<12} {:<12} {:<12} {}\n", row.name, row.value, row.fallback,
+    text += fmt::format("{:<28} {:<12} {:<12} {:<12} {}\n", row.name, row.in_force, row.fallback,
                         row.origin, row.description);
+  }
+  for (const auto& row : rows) {
+    if (!row.problem.empty()) text += fmt::format("refused: {}\n", row.problem);
   }
   write_stdout(text);
   return kExitOk;

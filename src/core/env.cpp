@@ -5,8 +5,10 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <utility>
 
 #include "penstock/core/error.h"
+#include "penstock/core/log.h"
 
 namespace penstock {
 namespace {
@@ -17,15 +19,20 @@ struct Entry {
   const char* name;
   const char* fallback;
   const char* description;
+  void (*check)();        // throws what a reader of the value throws
+  const char* otherwise;  // in force where the value is refused
 };
 constexpr std::array kEntries{
     Entry{"PENSTOCK_DEADLINE_S", "30",
-          "deadline of every wait, seconds [0.001, 86400]; API: TeamOptions::deadline"},
+          "deadline of every wait, seconds [0.001, 86400]; API: TeamOptions::deadline",
+          [] { (void)Env::deadline_s(); }, "refused"},
     Entry{"PENSTOCK_THREADS_COUNT", "0",
           "compute threads of one CPU rank, 0 = hardware threads / ranks; API: "
-          "EngineOptions::threads"},
+          "EngineOptions::threads",
+          [] { (void)Env::threads_count(); }, "refused"},
     Entry{"PENSTOCK_LOG_LEVEL", "warn",
-          "trace, debug, info, warn, error, off; API: set_log_level()"},
+          "trace, debug, info, warn, error, off; API: set_log_level()",
+          [] { (void)parse_log_level(Env::log_level()); }, "off"},
 };
 
 const Entry& entry(std::string_view name) {
@@ -67,8 +74,16 @@ std::vector<EnvVariable> Env::table() {
   for (const Entry& e : kEntries) {
     const char* value = std::getenv(e.name);
     const bool set = value != nullptr && *value != '\0';
-    rows.push_back({e.name, set ? value : e.fallback, e.fallback, set ? "environment" : "default",
-                    e.description});
+    EnvVariable row{
+        e.name,        set ? value : e.fallback, e.fallback, set ? "environment" : "default",
+        e.description, set ? value : e.fallback, {}};
+    try {
+      e.check();
+    } catch (const Error& error) {
+      row.in_force = e.otherwise;
+      row.problem = error.what();
+    }
+    rows.push_back(std::move(row));
   }
   return rows;
 }

@@ -505,6 +505,15 @@ class Describe(CliTest):
         self.assertEqual(named["PENSTOCK_LOG_LEVEL"]["origin"], "default")
         self.assertIn(b"PENSTOCK_DEADLINE_S", self.run_cli("env").stdout)
 
+    def test_env_says_what_is_refused(self):
+        bad = {"PENSTOCK_DEADLINE_S": "soon"}
+        named = {row["name"]: row for row in self.json_of("env", env=bad)}
+        self.assertFalse(named["PENSTOCK_DEADLINE_S"]["valid"])
+        self.assertEqual(named["PENSTOCK_DEADLINE_S"]["value"], "soon")
+        self.assertNotEqual(named["PENSTOCK_DEADLINE_S"]["in_force"], "soon")
+        self.assertTrue(named["PENSTOCK_THREADS_COUNT"]["valid"])
+        self.assertIn(b"refused: PENSTOCK_DEADLINE_S='soon'", self.run_cli("env", env=bad).stdout)
+
 
 class Convert(CliTest):
     def test_mxfp4_and_what_it_costs(self):

@@ -118,6 +118,24 @@ class Layout(unittest.TestCase):
         self.assertEqual(json.loads(done.stdout)["error"]["kind"], "invalid_argument")
         self.assertIn("moe_stage2", run_cli("layout", "moe-stage2").stdout.decode())
 
+    def test_formulas_give_the_bytes(self):
+        for arguments in (
+            ("all_reduce", "--ranks", "3"),
+            ("moe-stage2", "--tokens", "100", "--row-slack", "1.1"),
+            ("moe-stage2", "--ranks", "3", "--experts", "24", "--bf16", "--direct"),
+            ("a2a-gemm", "--fp8", "--sequence", "1056", "--hidden", "352"),
+            ("a2a-gemm", "--ranks", "4", "--direct"),
+            ("decode-layer", "--ranks", "2", "--rows", "3"),
+        ):
+            layout = json.loads(run_cli("layout", *arguments, "--json").stdout)
+            for region in layout["regions"]:
+                product = 1
+                for factor in region["formula"].split(" x "):
+                    product *= int(factor.split()[0])
+                self.assertEqual(product, region["bytes"], (arguments, region))
+            self.assertIn("bytes of each region", run_cli("layout", *arguments).stdout.decode())
+        run_cli("layout", "a2a-gemm", "--ranks", "3", expect=2)
+
     def test_words_and_refusals(self):
         text = run_cli("layout", "all_reduce").stdout.decode()
         self.assertIn("digest", text)

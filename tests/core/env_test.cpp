@@ -54,6 +54,24 @@ TEST(EnvTest, NonsenseIsRefusedByName) {
   }
 }
 
+TEST(EnvTest, TheTableSaysWhatIsInForceInsteadOfNonsense) {
+  const ScopedVariable deadline("PENSTOCK_DEADLINE_S", "soon");
+  const ScopedVariable level("PENSTOCK_LOG_LEVEL", "loud");
+  int refused = 0;
+  for (const EnvVariable& row : Env::table()) {
+    if (row.problem.empty()) {
+      EXPECT_EQ(row.in_force, row.value);
+      continue;
+    }
+    ++refused;
+    EXPECT_NE(row.problem.find(row.value), std::string::npos);
+    EXPECT_NE(row.in_force, row.value);
+    EXPECT_EQ(row.origin, "environment");
+    if (row.name == "PENSTOCK_LOG_LEVEL") EXPECT_EQ(row.in_force, "off");
+  }
+  EXPECT_EQ(refused, 2);
+}
+
 TEST(LogTest, LevelsParseAndOthersAreRefused) {
   EXPECT_EQ(parse_log_level("off"), LogLevel::kOff);
   EXPECT_THROW((void)parse_log_level("loud"), Error);

@@ -11,10 +11,12 @@ namespace penstock {
 // One variable as `penstock env` prints it.
 struct EnvVariable {
   std::string name;         // PENSTOCK_<NAME>_<UNIT>
-  std::string value;        // in force now
+  std::string value;        // as the environment has it, else the default
   std::string fallback;     // the default
   std::string origin;       // "default" or "environment"
   std::string description;  // what it does and its API twin
+  std::string in_force;     // what the library does by: the value, or what it does instead of it
+  std::string problem;      // why the value is refused; empty if it is not
 };
 
 // All variables that the library reads. Thread-safe; the environment is read anew at each call.
