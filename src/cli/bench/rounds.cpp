@@ -1,9 +1,11 @@
 #include "cli/bench/rounds.h"
 
+#include <cmath>
+
 namespace penstock::bench {
 
 double quantile(std::vector<double> values, double q) {
-  const auto at = static_cast<std::ptrdiff_t>(q * static_cast<double>(values.size() - 1) + 0.5);
+  const auto at = std::lround(q * static_cast<double>(values.size() - 1));
   std::nth_element(values.begin(), values.begin() + at, values.end());
   return values[static_cast<std::size_t>(at)];
 }
