@@ -9,6 +9,7 @@ void add_bench(CLI::App& app, Command& command) {
   add_bench_link(*bench, command);
   add_bench_moe_stage2(*bench, command);
   add_bench_a2a_gemm(*bench, command);
+  add_bench_decode(*bench, command);
 }
 
 }  // namespace penstock::cli

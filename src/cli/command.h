@@ -96,9 +96,12 @@ void add_env(CLI::App& app, Command& command);
 void add_doctor(CLI::App& app, Command& command);
 void add_layout(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
+void add_tune(CLI::App& app, Command& command);
+void add_trace(CLI::App& app, Command& command);
 // Under bench.
 void add_bench_link(CLI::App& bench, Command& command);
 void add_bench_moe_stage2(CLI::App& bench, Command& command);
 void add_bench_a2a_gemm(CLI::App& bench, Command& command);
+void add_bench_decode(CLI::App& bench, Command& command);
 
 }  // namespace penstock::cli

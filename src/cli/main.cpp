@@ -63,6 +63,8 @@ int main(int argc, char** argv) {
   cli::add_doctor(app, command);
   cli::add_layout(app, command);
   cli::add_bench(app, command);
+  cli::add_tune(app, command);
+  cli::add_trace(app, command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "cli/bench/decode_report.h"
 #include "cli/bench/plot.h"
 #include "cli/bench/report.h"
 #include "cli/bench/rounds.h"
@@ -101,6 +102,46 @@ TEST(BenchTrace, IsTheTraceEventFormat) {
   EXPECT_EQ(events[2]["args"]["rows"], 128);
   EXPECT_EQ(events[3]["ph"], "i");
   EXPECT_EQ(events[3]["tid"], 3);
+}
+
+// Two CTAs whose clocks have different origins, two layers of two stages.
+TEST(DecodeReport, TraceAlignsClocksAndTheTableNamesWhatIsWrong) {
+  decode::DecodeBenchOptions options;
+  options.layers = 2;
+  decode::DecodeBenchPoint point;
+  point.rows = 1;
+  point.grid = 2;
+  point.bytes = 4484e3;  // 1 us
+  point.single_us = {5.0};
+  point.fused_us = {4.0};
+  point.chain_us = {12.0};
+  point.chain_launches = 14;
+  point.us_per_clock = 0.5;
+  point.stages = {{"input", 1.0, 1.5}, {"qkv_a", 2.0, 2.5}};
+  point.events = {100, 102, 106, 7000, 7004, 7008, 106, 108, 112, 7008, 7010, 7014};
+  const nlohmann::json trace = nlohmann::json::parse(decode_trace(options, point).text());
+  double end = 0;
+  int spans = 0;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["ph"] != "X") continue;
+    ++spans;
+    if (event["name"] == "input" && event["args"]["layer"] == 0) {
+      // Both CTAs leave their first stage at the origin.
+      EXPECT_EQ(event["ts"].get<double>() + event["dur"].get<double>(), 0.0);
+    }
+    end = std::max(end, event["ts"].get<double>() + event["dur"].get<double>());
+  }
+  EXPECT_EQ(spans, 8);
+  EXPECT_EQ(end, 5.0);
+
+  EXPECT_EQ(decode_floor_us(point), 1.0);
+  EXPECT_FALSE(decode_wrong(point));
+  EXPECT_EQ(decode_line(options, point)["speedup_over_chain"], 3.0);
+  EXPECT_FALSE(decode_line(options, point).contains("correct"));
+  point.check_error = 0.5;
+  EXPECT_TRUE(decode_wrong(point));
+  EXPECT_FALSE(decode_line(options, point)["correct"].get<bool>());
+  EXPECT_NE(decode_table(options, {&point, 1}).find("WRONG 5.0e-01"), std::string::npos);
 }
 
 }  // namespace

@@ -482,6 +482,22 @@ class Describe(CliTest):
         for word in ("parameters", "routed_experts", "bytes per token", "floor at 4484 GB/s"):
             self.assertIn(word, text)
 
+    def test_bench_decode(self):
+        arguments = ["bench", "decode", "--shape", "tiny-glm", "--context", "64", "--samples", "1", "--backend", "cpu"]
+        lines = self.run_cli(*arguments, "--tp", "2", "--rows", "1,3", "--check", "--json").stdout.splitlines()
+        points = [json.loads(line) for line in lines]
+        self.assertEqual([p["rows"] for p in points], [1, 3])
+        for point in points:
+            self.assertTrue(point["correct"])
+            self.assertGreater(point["worst_row_error"], 0)
+            self.assertGreater(point["median_us"], 0)
+        table = self.run_cli(*arguments, "--tp", "1", "--rows", "2").stdout.decode()
+        self.assertIn("us a layer", table)
+        self.assertIn(b"multiple of 512", self.run_cli(*arguments, "--tp", "8", expect=77).stderr)
+        self.run_cli(*arguments, "--rows", "17", expect=2)
+        self.run_cli(*arguments, "--tp", "1", "--stages", expect=2)
+        self.run_cli("bench", "decode", "--backend", "cpu", "--max-minutes", "0.01", expect=2)
+
     def test_info_of_a_configuration_alone(self):
         alone = self.path("alone")
         os.mkdir(alone)

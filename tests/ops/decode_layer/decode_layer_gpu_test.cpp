@@ -9,6 +9,7 @@
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
 #include "ops/decode_layer/cuda/launch.h"
+#include "ops/decode_layer/delay_sm90.h"
 #include "ops/decode_layer/random_layer.h"
 #include "penstock/core/error.h"
 #include "penstock/ops/decode_layer/decode_layer.h"
@@ -365,7 +366,9 @@ TEST(DecodeLayerGpu, DenseLayersMatchTheReference) {
     const RandomLayer layer(s, 28);
     Rig rig(s, {}, layer, 64);
     for (const int rows : {1, 2, 8}) {
-      const RandomStep step(s, rig.cache.slots(), pick_counts(rows),
+      // Few picks: attention is the other tests' subject.
+      const RandomStep step(s, rig.cache.slots(),
+                            std::vector<int>(static_cast<std::size_t>(rows), 60),
                             500U + static_cast<unsigned>(rows));
       expect_close(compare(rig, step, rows), fmt::format("dense {} rows {}", width, rows));
     }
@@ -493,6 +496,60 @@ TEST(DecodeLayerGpu, TwoVirtualRanksEqualTheReference) {
     EXPECT_LE(relative_l2(floats(a), floats(want)), 5e-3);
   }
   for (auto& stream : streams) PENSTOCK_CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
+// Both ranks replay a graph of three layers, each behind a delay of its own and another one at
+// every replay, so that now this rank and now the other one comes late.
+TEST(DecodeLayerGpu, TenThousandGraphLaunchesWithDelayedRanksKeepTheBits) {
+  constexpr int kLaunches = 10000;
+  constexpr int kLayers = 3;
+  DecodeShape s = tiny_shape();
+  s.rows = 4;
+  s.ranks = 2;
+  const RandomLayer layer(s, 29);
+  DecodeOptions options;
+  options.deadline_s = 2;
+  Rig first(s, options, layer, 16, kLayers);
+  DecodeShape other = s;
+  other.rank = 1;
+  Rig second(other, options, layer, 16, kLayers);
+  void* const windows[2] = {first.op.window(), second.op.window()};
+  Rig* const rigs[2] = {&first, &second};
+  const RandomStep step(s, first.cache.slots(), {100, 3, -1, 700}, 600);
+  cudaStream_t streams[2];
+  cudaGraph_t graphs[2];
+  cudaGraphExec_t execs[2];
+  DeviceBuffer<std::uint32_t> calls(std::vector<std::uint32_t>{0, 77});
+  for (int r = 0; r < 2; ++r) {
+    rigs[r]->op.connect(windows);
+    rigs[r]->upload(step);
+    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+    PENSTOCK_CUDA_CHECK(cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeThreadLocal));
+    PENSTOCK_CUDA_CHECK(launch_delay(calls.data() + r, 40'000, streams[r]));
+    rigs[r]->launch(4, kLayers, streams[r]);
+    PENSTOCK_CUDA_CHECK(cudaStreamEndCapture(streams[r], &graphs[r]));
+    PENSTOCK_CUDA_CHECK(cudaGraphInstantiate(&execs[r], graphs[r], 0));
+  }
+  PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+  std::vector<std::uint16_t> want;
+  int differing = 0;
+  for (int i = 0; i < kLaunches && differing == 0; ++i) {
+    for (int r = 0; r < 2; ++r) PENSTOCK_CUDA_CHECK(cudaGraphLaunch(execs[r], streams[r]));
+    for (int r = 0; r < 2; ++r) PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(streams[r]));
+    for (Rig* rig : rigs) {
+      rig->op.check();
+      const std::vector<std::uint16_t> got = rig->out.download();
+      if (want.empty()) want = got;
+      differing += got != want ? 1 : 0;
+    }
+    EXPECT_EQ(differing, 0) << "launch " << i;
+  }
+  EXPECT_EQ(calls.download(), (std::vector<std::uint32_t>{kLaunches, kLaunches + 77}));
+  for (int r = 0; r < 2; ++r) {
+    PENSTOCK_CUDA_CHECK(cudaGraphExecDestroy(execs[r]));
+    PENSTOCK_CUDA_CHECK(cudaGraphDestroy(graphs[r]));
+    PENSTOCK_CUDA_CHECK(cudaStreamDestroy(streams[r]));
+  }
 }
 
 TEST(DecodeLayerGpu, AMissingPeerIsAFaultAndRearmGoesOn) {

@@ -1,11 +1,9 @@
 #include <cuda_bf16.h>
 
-#include "decode_layer_fill.h"
+#include "ops/decode_layer/cuda/bench_fill.h"
 
-namespace penstock::bench {
+namespace penstock::decode {
 namespace {
-
-using namespace decode;
 
 __device__ std::uint32_t hash(std::uint64_t x, std::uint32_t seed) {
   x = (x + seed) * 0x9E3779B97F4A7C15ULL;
@@ -111,4 +109,4 @@ cudaError_t fill_decode_cache(unsigned char* out, std::int64_t rows, std::int64_
   return cudaGetLastError();
 }
 
-}  // namespace penstock::bench
+}  // namespace penstock::decode

@@ -1,0 +1,77 @@
+// decode_layer on a GPU, timed beside a chain of separate kernels: what `penstock bench decode`,
+// `penstock trace decode` and the benchmark program run. Plain C++; a build without the CUDA back
+// end has the same function, which says so.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/ops/decode_layer/shape.h"
+
+namespace penstock::decode {
+
+struct DecodeBenchOptions {
+  // A MoE layer; ranks: whose shard is run, alone: each all-reduce exchanges the packets of all
+  // ranks with itself. rows: the most that run() will be asked for.
+  DecodeShape shape;
+  int layers = 76;
+  int sets = 4;      // distinct sets of weights and caches, used in turn: more bytes than L2 holds
+  int picks = 2048;  // a row
+  int context = 8192;  // cache slots a row; picks are a random choice of them
+  int samples = 15;    // graph replays kept, behind two that are not
+  int sm_budget = 0;
+  int device = 0;
+  bool chain = true;      // time the chain of separate kernels too
+  bool check = false;     // compare the kernel's rows with the chain's on every set
+  bool timeline = false;  // the kernel keeps SM clocks; costs a little
+};
+
+// Largest error of a row: each side's roundings may move it 5e-3 from the reference.
+inline constexpr double kCheckBound = 7e-3;
+// Of score + bias.
+inline constexpr double kNearTie = 2e-3;
+
+struct DecodeStageTime {
+  std::string name;
+  double mean_us = 0;     // over CTAs and layers, the first left out; waiting for inputs included
+  double slowest_us = 0;  // of the CTA that takes longest on average
+};
+
+struct DecodeBenchPoint {
+  int rows = 0;
+  int launches = 0;  // of the kernel for these rows
+  int grid = 0;
+  int ring_slots = 0;
+  double distinct_experts = 0;  // a layer, mean
+  double bytes = 0;             // that a layer must read: attention, router, shared expert, chosen
+                                // experts, picked cache rows
+  // us a layer, one value a replay of a graph of all layers.
+  std::vector<double> single_us;  // one launch a layer
+  std::vector<double> fused_us;   // all layers in one launch
+  std::vector<double> chain_us;   // separate kernels; empty without
+  int chain_launches = 0;         // a layer
+  // Kernel against chain, one layer at a time on every set; relative L2 of the worst row, -1: not
+  // asked. Rows whose routing was decided by less than kNearTie may go to another expert for good
+  // reason: those over kCheckBound are counted, not compared.
+  double check_error = -1;
+  int near_ties = 0;
+  std::vector<DecodeStageTime> stages;  // with timeline; of fused_us' median
+  std::vector<std::int64_t> events;     // [layers][grid][stages + 1] SM clocks
+  double us_per_clock = 0;
+};
+
+// Holds the weights: `sets` shards in the kernel's layout, random, made on the device.
+class DecodeBench {
+ public:
+  virtual ~DecodeBench() = default;
+  // Throws Fault if a wait of the kernel expired.
+  virtual DecodeBenchPoint run(int rows) = 0;
+};
+
+// Throws Unsupported with the reason where there is no usable GPU, InvalidArgument for sizes that
+// do not fit each other, ResourceExhausted for memory.
+std::unique_ptr<DecodeBench> make_gpu_decode_bench(const DecodeBenchOptions& options);
+
+}  // namespace penstock::decode

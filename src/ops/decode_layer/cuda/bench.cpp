@@ -1,0 +1,426 @@
+#include "ops/decode_layer/bench.h"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "core/cuda/check.h"
+#include "core/cuda/device_buffer.h"
+#include "fabric/gpu.h"
+#include "ops/decode_layer/cuda/bench_fill.h"
+#include "ops/decode_layer/cuda/chain_sm90.h"
+#include "penstock/core/error.h"
+#include "penstock/numerics/formats.h"
+#include "penstock/ops/decode_layer/decode_layer.h"
+
+namespace penstock::decode {
+namespace {
+
+using cuda::DeviceBuffer;
+
+double median(std::vector<double> v) {
+  std::sort(v.begin(), v.end());
+  return v[v.size() / 2];
+}
+
+class OwnedStream {
+ public:
+  OwnedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  ~OwnedStream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Replays of what `enqueue` puts into the stream, microseconds.
+std::vector<double> time_graph(cudaStream_t stream, int samples,
+                               const std::function<void()>& enqueue) {
+  struct Owned {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    cudaEvent_t begin = nullptr, end = nullptr;
+    ~Owned() {
+      if (begin != nullptr) cudaEventDestroy(begin);
+      if (end != nullptr) cudaEventDestroy(end);
+      if (exec != nullptr) cudaGraphExecDestroy(exec);
+      if (graph != nullptr) cudaGraphDestroy(graph);
+    }
+  } g;
+  PENSTOCK_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  enqueue();
+  PENSTOCK_CUDA_CHECK(cudaStreamEndCapture(stream, &g.graph));
+  PENSTOCK_CUDA_CHECK(cudaGraphInstantiate(&g.exec, g.graph, 0));
+  PENSTOCK_CUDA_CHECK(cudaEventCreate(&g.begin));
+  PENSTOCK_CUDA_CHECK(cudaEventCreate(&g.end));
+  std::vector<double> us;
+  constexpr int kWarmUp = 2;
+  for (int i = 0; i < samples + kWarmUp; ++i) {
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(g.begin, stream));
+    PENSTOCK_CUDA_CHECK(cudaGraphLaunch(g.exec, stream));
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(g.end, stream));
+    PENSTOCK_CUDA_CHECK(cudaEventSynchronize(g.end));
+    float ms = 0;
+    PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, g.begin, g.end));
+    if (i >= kWarmUp) us.push_back(static_cast<double>(ms) * 1e3);
+  }
+  return us;
+}
+
+// The rows of one point on the device.
+struct Rows {
+  int rows;
+  DeviceBuffer<std::int32_t> offsets, picks, positions;
+  DeviceBuffer<std::int64_t> slots;
+  DeviceBuffer<std::uint16_t> x, out;
+  std::vector<std::uint16_t> x_host;
+
+  Rows(const DecodeBenchOptions& o, int count) : rows(count) {
+    std::mt19937 random(9);
+    std::vector<std::int32_t> offsets_host = {0};
+    std::vector<std::int32_t> picks_host;
+    std::vector<std::int64_t> slots_host;
+    for (int s = 0; s < rows; ++s) {
+      std::vector<std::int32_t> all(static_cast<std::size_t>(o.context));
+      std::iota(all.begin(), all.end(), s * o.context);
+      std::shuffle(all.begin(), all.end(), random);
+      picks_host.insert(picks_host.end(), all.begin(), all.begin() + o.picks);
+      offsets_host.push_back(static_cast<std::int32_t>(picks_host.size()));
+      slots_host.push_back(all[0]);
+    }
+    std::normal_distribution<float> unit;
+    x_host.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(o.shape.hidden));
+    for (auto& v : x_host) v = Bf16::from_float(unit(random)).bits;
+    offsets = DeviceBuffer<std::int32_t>(offsets_host);
+    picks = DeviceBuffer<std::int32_t>(picks_host);
+    positions = DeviceBuffer<std::int32_t>(
+        std::vector<std::int32_t>(static_cast<std::size_t>(rows), o.context - 1));
+    slots = DeviceBuffer<std::int64_t>(slots_host);
+    x = DeviceBuffer<std::uint16_t>(x_host);
+    out = DeviceBuffer<std::uint16_t>(x_host.size());
+  }
+};
+
+// Buffers of the chain of separate kernels.
+class Chain {
+ public:
+  Chain(const DecodeBenchOptions& o, const DecodePlan& plan, const Rows& rows) : rows_(rows) {
+    const DecodeShape& s = o.shape;
+    const auto r = static_cast<std::size_t>(rows.rows);
+    const auto heads = static_cast<std::size_t>(plan.heads);
+    const auto size = [](int n) { return static_cast<std::size_t>(n); };
+    x = DeviceBuffer<std::uint16_t>(r * size(s.hidden));
+    n_ = DeviceBuffer<std::uint16_t>(r * size(s.hidden));
+    c_ = DeviceBuffer<std::uint16_t>(r * size(s.q_lora + kKvRow));
+    c_q_ = DeviceBuffer<std::uint16_t>(r * size(s.q_lora));
+    q_ = DeviceBuffer<std::uint16_t>(r * heads * kQueryHead);
+    q_lat_ = DeviceBuffer<std::uint16_t>(r * heads * kLatent);
+    partial_ = DeviceBuffer<float>(kChainRows * kMaxSplits * heads * kLatent);
+    softmax_ = DeviceBuffer<float>(kChainRows * kMaxSplits * heads * 2);
+    o_lat_ = DeviceBuffer<std::uint16_t>(r * heads * kLatent);
+    o_ = DeviceBuffer<std::uint16_t>(r * heads * kValue);
+    y_ = DeviceBuffer<std::uint16_t>(r * size(s.hidden));
+    scores_ = DeviceBuffer<float>(r * size(s.experts));
+    routing_ = DeviceBuffer<ChainRouting>(size(groups()));
+    mid_ = DeviceBuffer<std::uint16_t>(r * size((s.top_k + 1) * plan.inter));
+    ChainArguments& a = base_;
+    a.plan = plan;
+    a.weights = weight_layout(s);
+    a.eps = s.eps;
+    a.eps_latent = s.eps_latent;
+    a.routed_scale = s.routed_scale;
+    a.norm_topk = s.norm_topk;
+    for (int i = 0; i < kRope / 2; ++i) a.frequency[i] = rope_frequency(s.rope_theta, i);
+  }
+
+  int groups() const { return ceil_div(rows_.rows, kChainRows); }
+
+  // Layers first .. first + count - 1 on x; rows in groups of kChainRows, one behind the other.
+  void run(cudaStream_t stream, std::span<const LayerBinding> layers, int first, int count) {
+    for (int group = 0; group < groups(); ++group) {
+      const int row = group * kChainRows;
+      ChainArguments a = base_;
+      a.rows = std::min(kChainRows, rows_.rows - row);
+      const auto at = [&](const DeviceBuffer<std::uint16_t>& buffer) {
+        return buffer.data() +
+               buffer.size() / static_cast<std::size_t>(rows_.rows) * static_cast<std::size_t>(row);
+      };
+      a.positions = rows_.positions.data() + row;
+      a.slots = rows_.slots.data() + row;
+      a.x = at(x);
+      a.n = at(n_);
+      a.c = at(c_);
+      a.c_q = at(c_q_);
+      a.q = at(q_);
+      a.q_lat = at(q_lat_);
+      a.partial = partial_.data();
+      a.softmax = softmax_.data();
+      a.o_lat = at(o_lat_);
+      a.o = at(o_);
+      a.y = at(y_);
+      a.scores = scores_.data() + static_cast<std::ptrdiff_t>(row) * base_.plan.experts;
+      a.routing = routing_.data() + group;
+      a.mid = at(mid_);
+      for (int i = first; i < first + count; ++i) {
+        a.layer = arguments(layers[static_cast<std::size_t>(i)], row);
+        const LayerArguments next =
+            arguments(layers[static_cast<std::size_t>(std::min(i + 1, first + count - 1))], row);
+        a.next_gain = reinterpret_cast<const float*>(next.weights + a.weights.norm_input);
+        if (i == first) {
+          cuda::check(static_cast<cudaError_t>(launch_chain_norm(a, stream)), "the chain's norm");
+        }
+        cuda::check(static_cast<cudaError_t>(launch_chain_layer(a, stream)), "the chain's kernels");
+      }
+    }
+  }
+
+  // Distinct experts that the last layer's rows chose.
+  std::size_t distinct() const {
+    std::set<int> chosen;
+    const std::vector<ChainRouting> all = routing_.download();
+    for (int s = 0; s < rows_.rows; ++s) {
+      const auto& row = all[static_cast<std::size_t>(s / kChainRows)].chosen[s % kChainRows];
+      chosen.insert(row, row + base_.plan.top_k);
+    }
+    return chosen.size();
+  }
+
+  // Of the last layer's routing, one a row.
+  std::vector<float> gaps() const {
+    std::vector<float> out;
+    const std::vector<ChainRouting> all = routing_.download();
+    for (int s = 0; s < rows_.rows; ++s) {
+      out.push_back(all[static_cast<std::size_t>(s / kChainRows)].gap[s % kChainRows]);
+    }
+    return out;
+  }
+
+  DeviceBuffer<std::uint16_t> x;
+
+ private:
+  LayerArguments arguments(const LayerBinding& l, int row) const {
+    return {static_cast<const std::uint8_t*>(l.weights), static_cast<std::uint8_t*>(l.cache),
+            l.page_stride, l.pick_offsets + row, l.picks};
+  }
+
+  const Rows& rows_;
+  ChainArguments base_{};
+  DeviceBuffer<std::uint16_t> n_, c_, c_q_, q_, q_lat_, o_lat_, o_, y_, mid_;
+  DeviceBuffer<float> partial_, softmax_, scores_;
+  DeviceBuffer<ChainRouting> routing_;
+};
+
+// Relative L2 error of each row.
+std::vector<double> row_errors(const std::vector<std::uint16_t>& got,
+                               const std::vector<std::uint16_t>& want, int rows) {
+  const std::size_t width = got.size() / static_cast<std::size_t>(rows);
+  std::vector<double> errors;
+  for (std::size_t s = 0; s < static_cast<std::size_t>(rows); ++s) {
+    double error = 0;
+    double size = 0;
+    for (std::size_t i = s * width; i < (s + 1) * width; ++i) {
+      const auto w = static_cast<double>(Bf16::from_bits(want[i]).to_float());
+      const double d = static_cast<double>(Bf16::from_bits(got[i]).to_float()) - w;
+      error += d * d;
+      size += w * w;
+    }
+    const double relative = std::sqrt(error / size);
+    errors.push_back(std::isfinite(relative) ? relative : INFINITY);
+  }
+  return errors;
+}
+
+class GpuDecodeBench final : public DecodeBench {
+ public:
+  explicit GpuDecodeBench(const DecodeBenchOptions& options) : o_(options) {
+    const std::string refusal = gpu_unavailable();
+    require(refusal.empty(), ErrorKind::kUnsupported,
+            [&] { return "decode_layer on a GPU: " + refusal; });
+    cuda::require_sm90(o_.device);
+    PENSTOCK_CUDA_CHECK(cudaSetDevice(o_.device));
+    const DecodeShape& shape = o_.shape;
+    validate(shape);
+    require(!shape.dense && shape.kv_format == KvFormat::kFp8Scaled, ErrorKind::kUnsupported, [] {
+      return std::string("the decode benchmark runs MoE layers over cache rows of 656 bytes");
+    });
+    require(
+        o_.layers >= 2 && o_.sets >= 1 && o_.samples >= 1 && o_.picks >= 1 &&
+            o_.picks <= kMaxPicks && o_.picks <= o_.context && o_.context % kPageTokens == 0,
+        ErrorKind::kInvalidArgument, [&] {
+          return fmt::format(
+              "decode benchmark: {} layers, {} sets, {} samples, {} picks of a context of {}: at "
+              "least 2 layers, 1 set and sample, picks from 1 to {} and to the context, which is "
+              "a multiple of {}",
+              o_.layers, o_.sets, o_.samples, o_.picks, o_.context, kMaxPicks, kPageTokens);
+        });
+    const std::int64_t slots = static_cast<std::int64_t>(o_.context) * shape.rows;
+    const std::int64_t bytes = weight_layout(shape).bytes;
+    std::size_t free = 0;
+    std::size_t total = 0;
+    PENSTOCK_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    const std::int64_t needed = o_.sets * (bytes + slots / kPageTokens * kPageStride);
+    require(needed < static_cast<std::int64_t>(free), ErrorKind::kResourceExhausted, [&] {
+      return fmt::format(
+          "decode benchmark: {} sets of weights and caches take {} MB, the GPU has {}: "
+          "use fewer --sets",
+          o_.sets, needed >> 20, free >> 20);
+    });
+    for (int i = 0; i < o_.sets; ++i) {
+      weights_.emplace_back(static_cast<std::size_t>(bytes));
+      caches_.emplace_back(static_cast<std::size_t>(slots / kPageTokens * kPageStride));
+      PENSTOCK_CUDA_CHECK(fill_decode_weights(shape, weights_.back().data(),
+                                              1000U * static_cast<unsigned>(i + 1), nullptr));
+      PENSTOCK_CUDA_CHECK(fill_decode_cache(caches_.back().data(), slots, kPageStride,
+                                            5U + static_cast<unsigned>(i), nullptr));
+    }
+    PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+  DecodeBenchPoint run(int count) override {
+    const DecodeShape& shape = o_.shape;
+    require(count >= 1 && count <= shape.rows, ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("decode benchmark: {} rows, made for 1 to {}", count, shape.rows);
+    });
+    DecodeOptions how;
+    how.device = o_.device;
+    how.self_loop = shape.ranks > 1;
+    how.deadline_s = 2;
+    how.sm_budget = o_.sm_budget;
+    how.timeline = o_.timeline;
+    DecodeLayer op(shape, how);
+    const Rows rows(o_, count);
+    std::vector<LayerBinding> layers;
+    for (int i = 0; i < o_.layers; ++i) {
+      const auto set = static_cast<std::size_t>(i % o_.sets);
+      layers.push_back({weights_[set].data(), caches_[set].data(), kPageStride, rows.offsets.data(),
+                        rows.picks.data()});
+    }
+    op.set_layers(layers);
+    const OwnedStream stream;
+    const auto step = [&](int first) {
+      return DecodeStep{count, first == 0 ? rows.x.data() : rows.out.data(), rows.out.data(),
+                        rows.positions.data(), rows.slots.data()};
+    };
+    const auto done = [&] {
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
+      op.check();
+    };
+
+    DecodeBenchPoint point;
+    const DecodePlan& plan = op.plan(std::min(count, op.rows_per_launch()));
+    point.rows = count;
+    point.launches = op.launches(count);
+    point.grid = plan.grid;
+    point.ring_slots = plan.ring_slots;
+
+    Chain chain(o_, plan, rows);
+    const auto reset = [&] {
+      PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(chain.x.data(), rows.x.data(), rows.x.bytes(),
+                                          cudaMemcpyDeviceToDevice, stream.get()));
+    };
+    reset();
+    for (int i = 0; i < o_.layers; ++i) {
+      chain.run(stream.get(), layers, i, 1);
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
+      point.distinct_experts += static_cast<double>(chain.distinct()) / o_.layers;
+    }
+    const WeightLayout w = weight_layout(shape);
+    const double expert = static_cast<double>(w.norm_input - w.up_gate) / (shape.experts + 1);
+    point.bytes = static_cast<double>(w.up_gate) + expert * (1.0 + point.distinct_experts) +
+                  static_cast<double>(kv_row_bytes(shape.kv_format)) * o_.picks * count;
+
+    if (o_.check) {
+      point.check_error = 0;
+      for (int i = 0; i < std::min(o_.sets, o_.layers); ++i) {
+        reset();
+        chain.run(stream.get(), layers, i, 1);
+        op.run(Stream{stream.get()}, step(0), i, 1);
+        done();
+        const std::vector<double> errors =
+            row_errors(rows.out.download(), chain.x.download(), count);
+        const std::vector<float> gaps = chain.gaps();
+        for (std::size_t row = 0; row < errors.size(); ++row) {
+          if (errors[row] > kCheckBound && static_cast<double>(gaps[row]) < kNearTie) {
+            ++point.near_ties;
+          } else {
+            point.check_error = std::max(point.check_error, errors[row]);
+          }
+        }
+      }
+    }
+
+    const auto per_layer = [&](std::vector<double> us) {
+      for (double& t : us) t /= o_.layers;
+      return us;
+    };
+    point.single_us = per_layer(time_graph(stream.get(), o_.samples, [&] {
+      for (int i = 0; i < o_.layers; ++i) op.run(Stream{stream.get()}, step(i), i, 1);
+    }));
+    op.check();
+    point.fused_us = per_layer(time_graph(
+        stream.get(), o_.samples, [&] { op.run(Stream{stream.get()}, step(0), 0, o_.layers); }));
+    op.check();
+    if (o_.chain) {
+      point.chain_launches = kChainLaunches * chain.groups();
+      reset();
+      point.chain_us = per_layer(time_graph(
+          stream.get(), o_.samples, [&] { chain.run(stream.get(), layers, 0, o_.layers); }));
+    }
+    if (o_.timeline) read_timeline(op, point);
+    return point;
+  }
+
+ private:
+  static constexpr std::int64_t kPageStride =
+      kPageTokens * static_cast<std::int64_t>(kv_row_bytes(KvFormat::kFp8Scaled));
+
+  // Of the last run: all layers in one launch.
+  void read_timeline(const DecodeLayer& op, DecodeBenchPoint& point) const {
+    const int rows = std::min(point.rows, op.rows_per_launch());
+    point.events = op.timeline(rows, o_.layers);
+    const auto stages = DecodeLayer::stage_names().size();
+    double total = 0;
+    for (std::size_t stage = 0; stage < stages; ++stage) {
+      DecodeStageTime time{DecodeLayer::stage_names()[stage], 0, 0};
+      for (int cta = 0; cta < point.grid; ++cta) {
+        double sum = 0;
+        for (int layer = 1; layer < o_.layers; ++layer) {
+          const std::int64_t* e =
+              &point
+                   .events[(static_cast<std::size_t>(layer) * static_cast<std::size_t>(point.grid) +
+                            static_cast<std::size_t>(cta)) *
+                           (stages + 1)];
+          sum += static_cast<double>(e[stage + 1] - e[stage]) / (o_.layers - 1);
+        }
+        time.mean_us += sum / point.grid;
+        time.slowest_us = std::max(time.slowest_us, sum);
+      }
+      total += time.mean_us;
+      point.stages.push_back(time);
+    }
+    point.us_per_clock = median(point.fused_us) / total;
+    for (DecodeStageTime& time : point.stages) {
+      time.mean_us *= point.us_per_clock;
+      time.slowest_us *= point.us_per_clock;
+    }
+  }
+
+  DecodeBenchOptions o_;
+  std::vector<DeviceBuffer<std::uint8_t>> weights_, caches_;
+};
+
+}  // namespace
+
+std::unique_ptr<DecodeBench> make_gpu_decode_bench(const DecodeBenchOptions& options) {
+  return std::make_unique<GpuDecodeBench>(options);
+}
+
+}  // namespace penstock::decode
