@@ -12,6 +12,7 @@
 #include "fabric/gpu.h"
 #include "ops/moe_stage2/bench.h"
 #include "penstock/core/error.h"
+#include "penstock/ops/moe_stage2/tuning.h"
 
 namespace penstock::cli {
 namespace {
@@ -31,6 +32,8 @@ constexpr std::array kModels{
     Model{"h7168", 7168, 2048, 32, 8, {16, 64, 256, 1024, 4096, 8192, 16384}},
 };
 
+constexpr std::array kTransports{TransportKind::kCopyEngine, TransportKind::kSm,
+                                 TransportKind::kDirect};
 constexpr double kRowSlack = 1.5;
 
 struct Options {
@@ -53,6 +56,7 @@ struct Point {
   std::int64_t rows = 0;  // of the rank that has most
   std::vector<bench::VariantResult> results{};
   bench::Json facts = bench::Json::object();  // what only one back end knows
+  TransportKind marked = TransportKind::kCopyEngine;
 };
 
 // What of the measurement a line is about.
@@ -149,6 +153,7 @@ moe_stage2::Pattern pattern_of(const std::string& name) {
 
 std::vector<std::string> pattern_names() {
   std::vector<std::string> names;
+  names.reserve(moe_stage2::kPatternCount);
   for (int p = 0; p < moe_stage2::kPatternCount; ++p) {
     names.emplace_back(to_string(static_cast<moe_stage2::Pattern>(p)));
   }
@@ -219,6 +224,7 @@ bench::Json line_of(const Options& options, const Point& point, const bench::Var
                       {"row_slack", s.row_slack},
                       {"rows", point.rows},
                       {"graph", options.common.graph},
+                      {"transport", to_string(point.marked)},
                       {"variant", r.variant.name}};
   line.update(point.facts);
   add_result(line, r, options.common.check);
@@ -260,7 +266,7 @@ std::string table(const Options& options, const Ranks& ranks, std::string_view m
       const auto number = [&](bool there, double value, int digits) {
         return there ? fmt::format("{:.{}f}", value, digits) : std::string("-");
       };
-      rows.add({r.variant.name + (r.variant.name == options.transport ? " *" : ""),
+      rows.add({r.variant.name + (r.variant.name == to_string(point.marked) ? " *" : ""),
                 fmt::format("{:.1f}", t.median_us), fmt::format("{:.1f}", t.p10_us),
                 fmt::format("{:.1f}", t.p90_us),
                 whole || r.variant.name == bench::kGemmAlone
@@ -400,11 +406,11 @@ Point measure_cuda(const Options& options, const Ranks& ranks, const bench::MoeP
   return point;
 }
 
-int run(const Command& command, const Options& options) {
-  const Ranks ranks(options.common.ranks);
+// Every token count of the options, measured. Equal refusals on every rank.
+std::vector<Point> measure(const Options& options, const Ranks& ranks,
+                           std::vector<bench::MoeProblem>& problems, const char* title) {
   const bool on_gpu = ranks.gpu_refusal().empty();
   shape_of(options, ranks.size());  // refuses before anything is made of it
-  std::vector<bench::MoeProblem> problems;
   for (const std::int64_t tokens : tokens_of(options)) {
     problems.push_back(problem_of(options, ranks.size(), tokens));
   }
@@ -413,33 +419,44 @@ int run(const Command& command, const Options& options) {
   } else {
     refuse_for_cpu(options, problems);
   }
-
   std::vector<Point> points;
-  {
-    Progress progress("bench moe-stage2");
-    for (std::size_t i = 0; i < problems.size(); ++i) {
-      const auto show = [&](double fraction) {
-        progress.show((static_cast<double>(i) + fraction) / static_cast<double>(problems.size()),
-                      fmt::format("{} tokens", problems[i].shape.max_tokens_per_rank));
-      };
-      show(0.0);
-      points.push_back(on_gpu ? measure_cuda(options, ranks, problems[i])
-                              : measure_cpu(options, ranks, problems[i], show));
-    }
+  Progress progress(title);
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    const auto show = [&](double fraction) {
+      progress.show((static_cast<double>(i) + fraction) / static_cast<double>(problems.size()),
+                    fmt::format("{} tokens", problems[i].shape.max_tokens_per_rank));
+    };
+    show(0.0);
+    points.push_back(on_gpu ? measure_cuda(options, ranks, problems[i])
+                            : measure_cpu(options, ranks, problems[i], show));
+  }
+  return points;
+}
+
+// Whose crossovers are stored and read.
+std::string machine_of(const Ranks& ranks, const Point& point) {
+  return ranks.leads() && ranks.gpu_refusal().empty() ? point.facts["gpu"].get<std::string>()
+                                                      : bench::processor_name();
+}
+
+int run(const Command& command, const Options& options) {
+  const Ranks ranks(options.common.ranks);
+  std::vector<bench::MoeProblem> problems;
+  std::vector<Point> points = measure(options, ranks, problems, "bench moe-stage2");
+  const std::string machine = machine_of(ranks, points.front());
+  for (Point& point : points) {
+    point.marked = options.transport == "auto" ? choose_transport(machine, point.shape)
+                                               : parse_transport(options.transport);
   }
   std::string trace;
   if (!options.common.trace.empty()) {
     ranks.run([&](const TeamHandle& team) {
-      const bench::Trace mine =
-          bench::trace_cpu_moe(team, problems.back(), parse_transport(options.transport));
+      const bench::Trace mine = bench::trace_cpu_moe(team, problems.back(), points.back().marked);
       if (team->rank() == 0) trace = mine.text();
     });
   }
   if (!ranks.leads()) return kExitOk;
   if (!options.common.trace.empty()) write_file(options.common.trace, trace);
-
-  const std::string machine =
-      on_gpu ? points.front().facts["gpu"].get<std::string>() : bench::processor_name() + ", CPU";
   if (!options.common.svg.empty()) {
     write_file(options.common.svg, plot(options, machine, points));
   }
@@ -455,48 +472,110 @@ int run(const Command& command, const Options& options) {
   return correct ? kExitOk : kExitFault;
 }
 
+// penstock tune: the shortest transport at each token count, stored for `auto`.
+int run_tune(const Command& command, const Options& options) {
+  const Ranks ranks(options.common.ranks);
+  std::vector<bench::MoeProblem> problems;
+  const std::vector<Point> points = measure(options, ranks, problems, "tune");
+  if (!ranks.leads()) return kExitOk;
+  moe_stage2::Crossover crossover;
+  crossover.machine = machine_of(ranks, points.front());
+  crossover.ranks = ranks.size();
+  crossover.hidden = points.front().shape.hidden;
+  crossover.wire = points.front().shape.wire;
+  bench::Table rows({"tokens a rank", "copy_engine us", "sm us", "direct us", "auto takes"});
+  Json list = Json::array();
+  for (const Point& point : points) {
+    TransportKind best = TransportKind::kCopyEngine;
+    for (const TransportKind kind : kTransports) {
+      if (median(find(point, to_string(kind))) < median(find(point, to_string(best)))) best = kind;
+    }
+    crossover.points.push_back({point.shape.max_tokens_per_rank, best});
+    std::vector<std::string> cells{fmt::format("{}", point.shape.max_tokens_per_rank)};
+    Json entry = {{"tokens_per_rank", point.shape.max_tokens_per_rank}};
+    for (const TransportKind kind : kTransports) {
+      const double us = median(find(point, to_string(kind)));
+      cells.push_back(fmt::format("{:.1f}", us));
+      entry[fmt::format("{}_us", to_string(kind))] = us;
+    }
+    cells.emplace_back(to_string(best));
+    entry["transport"] = to_string(best);
+    rows.add(std::move(cells));
+    list.push_back(std::move(entry));
+  }
+  std::sort(crossover.points.begin(), crossover.points.end(),
+            [](const auto& a, const auto& b) { return a.tokens < b.tokens; });
+  store_crossover(crossover);
+  if (command.json) {
+    print_json({{"file", moe_stage2::tuning_path()},
+                {"machine", crossover.machine},
+                {"ranks", crossover.ranks},
+                {"hidden", crossover.hidden},
+                {"wire", options.wire},
+                {"points", list}});
+  } else {
+    write_stdout(rows.text() + fmt::format("stored in {} for {}, {} ranks, hidden {}, {} wire\n",
+                                           moe_stage2::tuning_path(), crossover.machine,
+                                           crossover.ranks, crossover.hidden, options.wire));
+  }
+  return kExitOk;
+}
+
+// What both commands take.
+void add_shape_options(CLI::App& sub, Options& options) {
+  std::vector<std::string> names{"custom"};
+  for (const Model& model : kModels) names.emplace_back(model.name);
+  add_bench_options(sub, options.common);
+  sub.add_option("--shape", options.shape, "Sizes of a model; tiny is a minute's work on a CPU")
+      ->check(CLI::IsMember(names))
+      ->capture_default_str();
+  sub.add_option("--tokens", options.tokens, "Tokens a rank, several separated by commas")
+      ->delimiter(',')
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  sub.add_option("--hidden", options.hidden, "Columns of a row, with --shape custom");
+  sub.add_option("--intermediate", options.intermediate,
+                 "Depth of the product, with --shape custom");
+  sub.add_option("--top-k", options.top_k, "Experts of a token, with --shape custom");
+  sub.add_option("--experts-per-rank", options.experts_per_rank, "Routed experts of one rank")
+      ->check(CLI::Range(1, moe_stage2::kMaxExpertsPerRank));
+  CLI::Option* routing = sub.add_option("--routing", options.pattern, "Which experts tokens choose")
+                             ->check(CLI::IsMember(pattern_names()))
+                             ->capture_default_str();
+  sub.add_option("--remote-fraction", options.remote,
+                 "Fraction of the slots on other ranks' experts; balanced routing has (P - 1) / P")
+      ->check(CLI::Range(0.0, 1.0))
+      ->excludes(routing);
+  sub.add_option("--wire", options.wire, "Format of the rows on the wire")
+      ->check(CLI::IsMember({"bf16", "fp8"}))
+      ->capture_default_str();
+  sub.add_option("--nccl", options.nccl, "GPUs: NCCL library of the baseline, if it is there")
+      ->capture_default_str();
+  sub.add_option("--row-slack", options.row_slack,
+                 "Reservation of a pair over the even share; without it 1.5, or what "
+                 "--remote-fraction needs");
+}
+
 }  // namespace
 
 void add_bench_moe_stage2(CLI::App& parent, Command& command) {
   CLI::App* sub = parent.add_subcommand(
       "moe-stage2", "Down projection, rows home, combine: fused, unfused, and the parts alone");
   const auto options = std::make_shared<Options>();
-  std::vector<std::string> names{"custom"};
-  for (const Model& model : kModels) names.emplace_back(model.name);
-  add_bench_options(*sub, options->common);
-  sub->add_option("--shape", options->shape, "Sizes of a model; tiny is a minute's work on a CPU")
-      ->check(CLI::IsMember(names))
-      ->capture_default_str();
-  sub->add_option("--tokens", options->tokens, "Tokens a rank, several separated by commas")
-      ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
-  sub->add_option("--hidden", options->hidden, "Columns of a row, with --shape custom");
-  sub->add_option("--intermediate", options->intermediate,
-                  "Depth of the product, with --shape custom");
-  sub->add_option("--top-k", options->top_k, "Experts of a token, with --shape custom");
-  sub->add_option("--experts-per-rank", options->experts_per_rank, "Routed experts of one rank")
-      ->check(CLI::Range(1, moe_stage2::kMaxExpertsPerRank));
-  CLI::Option* routing =
-      sub->add_option("--routing", options->pattern, "Which experts tokens choose")
-          ->check(CLI::IsMember(pattern_names()))
-          ->capture_default_str();
-  sub->add_option("--remote-fraction", options->remote,
-                  "Fraction of the slots on other ranks' experts; balanced routing has (P - 1) / P")
-      ->check(CLI::Range(0.0, 1.0))
-      ->excludes(routing);
-  sub->add_option("--wire", options->wire, "Format of the rows on the wire")
-      ->check(CLI::IsMember({"bf16", "fp8"}))
-      ->capture_default_str();
+  add_shape_options(*sub, *options);
   sub->add_option("--transport", options->transport,
-                  "The operator that is marked; all transports are measured")
-      ->check(CLI::IsMember({"copy_engine", "sm", "direct"}))
+                  "The operator that is marked; all transports are measured. auto: as `penstock "
+                  "tune` stored, or the built-in choice")
+      ->check(CLI::IsMember({"auto", "copy_engine", "sm", "direct"}))
       ->capture_default_str();
-  sub->add_option("--nccl", options->nccl, "GPUs: NCCL library of the baseline, if it is there")
-      ->capture_default_str();
-  sub->add_option("--row-slack", options->row_slack,
-                  "Reservation of a pair over the even share; without it 1.5, or what "
-                  "--remote-fraction needs");
   bind(*sub, command, [&command, options] { return run(command, *options); });
+}
+
+void add_tune(CLI::App& app, Command& command) {
+  CLI::App* sub = app.add_subcommand(
+      "tune", "Measure the transports of moe_stage2 and store which is shortest, for auto");
+  const auto options = std::make_shared<Options>();
+  add_shape_options(*sub, *options);
+  bind(*sub, command, [&command, options] { return run_tune(command, *options); });
 }
 
 }  // namespace penstock::cli

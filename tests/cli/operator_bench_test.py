@@ -95,6 +95,39 @@ class MoeStage2(unittest.TestCase):
         self.assertIn(b"PENSTOCK_DEADLINE_S='soon'", done.stderr)
 
 
+class Tune(unittest.TestCase):
+    QUICK = ("--backend", "cpu", "--rounds", "3", "--warm-up", "0")
+
+    def test_auto_takes_what_was_stored_for_this_machine_and_shape(self):
+        with tempfile.TemporaryDirectory(prefix="penstock-tune-") as folder:
+            home = {"XDG_CONFIG_HOME": folder}
+            table = json.loads(run_cli("tune", *self.QUICK, "--tokens", "4,8", "--json", env=home).stdout)
+            for point in table["points"]:
+                times = {kind: point[f"{kind}_us"] for kind in ("copy_engine", "sm", "direct")}
+                self.assertEqual(times[point["transport"]], min(times.values()))
+            with open(table["file"], encoding="utf-8") as file:
+                stored = json.load(file)
+            self.assertEqual(len(stored["crossovers"]), 1)
+            self.assertEqual([p["tokens"] for p in stored["crossovers"][0]["points"]], [4, 8])
+            # A second run takes the place of the first; another wire is an entry of its own.
+            run_cli("tune", *self.QUICK, "--tokens", "4", env=home)
+            run_cli("tune", *self.QUICK, "--tokens", "4", "--wire", "bf16", env=home)
+            with open(table["file"], encoding="utf-8") as file:
+                self.assertEqual(len(json.load(file)["crossovers"]), 2)
+            for kind in ("sm", "direct", "copy_engine"):
+                stored["crossovers"][0]["points"] = [{"tokens": 4, "transport": kind}]
+                with open(table["file"], "w", encoding="utf-8") as file:
+                    json.dump(stored, file)
+                points = lines_of(
+                    "bench", "moe-stage2", *self.QUICK, "--tokens", "8", "--transport", "auto", env=home
+                )
+                self.assertEqual({p["transport"] for p in points}, {kind})
+            with open(table["file"], "w", encoding="utf-8") as file:
+                file.write("{}")
+            done = run_cli("tune", *self.QUICK, "--tokens", "4", expect=1, env=home)
+            self.assertIn(b"remove it and tune again", done.stderr)
+
+
 class A2aGemm(unittest.TestCase):
     QUICK = ("bench", "a2a-gemm", "--backend", "cpu", "--rounds", "2", "--warm-up", "0")
     VARIANTS = ["gemm alone", "unfused", "copy_engine", "sm", "direct", "auto"]

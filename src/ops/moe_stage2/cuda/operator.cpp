@@ -12,6 +12,7 @@
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
 #include "fabric/cuda/copy_engine.h"
+#include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
 #include "ops/moe_stage2/cuda/gemm_maps.h"
 #include "ops/moe_stage2/cuda/operator_kernels.h"
@@ -19,6 +20,7 @@
 #include "ops/moe_stage2/operands.h"
 #include "penstock/core/error.h"
 #include "penstock/ops/moe_stage2/heuristics.h"
+#include "penstock/ops/moe_stage2/tuning.h"
 
 namespace penstock::moe_stage2 {
 namespace {
@@ -181,7 +183,9 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
                          options_.tiles_per_chunk);
     });
     if (options_.tiles_per_chunk == 0) options_.tiles_per_chunk = choose_tiles_per_chunk(shape_);
-    if (options_.choose_transport) options_.transport = choose_transport(shape_);
+    if (options_.choose_transport) {
+      options_.transport = choose_transport(cuda::gpu_state(device_rank_->device()).name, shape_);
+    }
     const bool beside = options_.transport == TransportKind::kSm && options_.fuse;
     gemm_ctas_ = device_rank_->sms() - (beside ? options_.copy_ctas : 0);
     gemm_ctas_ -= gemm_ctas_ % 2;
