@@ -160,6 +160,7 @@ std::vector<std::string> pattern_names() {
   return names;
 }
 
+// Without its routing.
 bench::MoeProblem problem_of(const Options& options, int ranks, std::int64_t tokens) {
   bench::MoeProblem problem;
   problem.shape = shape_of(options, ranks);
@@ -168,19 +169,22 @@ bench::MoeProblem problem_of(const Options& options, int ranks, std::int64_t tok
   if (const std::string fault = find_fault(problem.shape); !fault.empty()) {
     throw UsageError(fault);
   }
+  return problem;
+}
+
+void route(const Options& options, bench::MoeProblem& problem) {
   problem.routing =
       options.remote
           ? make_remote_routing(problem.shape, *options.remote, options.common.seed)
           : make_routing(problem.shape, pattern_of(options.pattern), options.common.seed);
-  return problem;
 }
 
+// What the shapes alone tell, before routings are made of them.
 void refuse_for_cpu(const Options& options, const std::vector<bench::MoeProblem>& problems) {
   refuse_for_cpu(options.common);
   const double calls =
       options.common.warm_up + options.common.rounds + (options.common.check ? 1 : 0);
   double work = 0.0;
-  std::uint64_t bytes = 0;
   const bench::MoeContestOptions contest;
   for (const bench::MoeProblem& problem : problems) {
     const double rows = static_cast<double>(problem.shape.max_tokens_per_rank) *
@@ -188,13 +192,21 @@ void refuse_for_cpu(const Options& options, const std::vector<bench::MoeProblem>
     // All operators and the GEMM alone multiply.
     work += rows * problem.shape.hidden * problem.shape.intermediate * calls *
             static_cast<double>(contest.transports.size() + 2);
+  }
+  refuse_long_cpu_run(options.common, work, problems.front().shape.ranks);
+}
+
+// What the routings need, once they are there.
+void refuse_large_for_cpu(const std::vector<bench::MoeProblem>& problems) {
+  const bench::MoeContestOptions contest;
+  std::uint64_t bytes = 0;
+  for (const bench::MoeProblem& problem : problems) {
     std::uint64_t here = 0;
     for (int rank = 0; rank < problem.shape.ranks; ++rank) {
       here += cpu_moe_contest_bytes(problem, rank, contest);
     }
     bytes = std::max(bytes, here);
   }
-  refuse_long_cpu_run(options.common, work, problems.front().shape.ranks);
   refuse_large_cpu_run(bytes);
 }
 
@@ -419,6 +431,8 @@ std::vector<Point> measure(const Options& options, const Ranks& ranks,
   } else {
     refuse_for_cpu(options, problems);
   }
+  for (bench::MoeProblem& problem : problems) route(options, problem);
+  if (!on_gpu) refuse_large_for_cpu(problems);
   std::vector<Point> points;
   Progress progress(title);
   for (std::size_t i = 0; i < problems.size(); ++i) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
 
 #include "penstock/core/error.h"
@@ -58,6 +59,10 @@ void refuse_for_cuda(const BenchOptions& options) {
 }
 
 void refuse_long_cpu_run(const BenchOptions& options, double multiply_adds, int ranks) {
+  if (!std::isfinite(options.max_minutes)) {
+    throw UsageError(
+        fmt::format("--max-minutes {}: give a number from 0.01 to 1000000", options.max_minutes));
+  }
   const double threads =
       std::max(1u, std::min(std::thread::hardware_concurrency(), static_cast<unsigned>(ranks)));
   const double minutes = multiply_adds / (kCpuRate * threads) / 60.0;

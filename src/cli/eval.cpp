@@ -332,6 +332,7 @@ void add_eval(CLI::App& app, Command& command) {
       ->excludes(activations)
       ->excludes(sub->get_option("--device"))
       ->excludes(sub->get_option("--layers"))
+      ->excludes(sub->get_option("--kv-format"))
       ->excludes(ranks);
   bind(*sub, command, [options, &command] { return run(*options, command); });
 }

@@ -453,6 +453,7 @@ class Eval(CliTest):
             [MODEL, self.path("nothing")],
             [MODEL, text, "--reference", "--ranks", "2"],
             [MODEL, text, "--reference", "--activations", "fp8"],
+            [MODEL, text, "--reference", "--kv-format", "fp8"],
             [MODEL, text, "--reference=f16"],
             [MODEL, text, "--max-context", "1"],
         ):

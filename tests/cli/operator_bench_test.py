@@ -48,6 +48,12 @@ class MoeStage2(unittest.TestCase):
             self.assertEqual(moved > 0, point["variant"] != "direct")
             self.assertEqual(stored > 0, point["variant"] == "direct")
 
+    def test_what_is_too_much_is_refused_before_any_work(self):
+        huge = run_cli(*self.QUICK, "--tokens", "16777216", "--ranks", "8", expect=2)
+        self.assertIn(b"--max-minutes", huge.stderr)
+        run_cli(*self.QUICK, "--tokens", "4", "--max-minutes", "nan", expect=2)
+        run_cli(*self.QUICK, "--tokens", "4", "--remote-fraction", "nan", expect=2)
+
     def test_remote_fraction_is_met(self):
         # Four of top-4 slots, three quarters of them away: every token has exactly three.
         points = lines_of(*self.QUICK, "--tokens", "8", "--remote-fraction", "0.75", "--wire", "bf16", "--check")

@@ -67,7 +67,9 @@ TEST(EnvTest, TheTableSaysWhatIsInForceInsteadOfNonsense) {
     EXPECT_NE(row.problem.find(row.value), std::string::npos);
     EXPECT_NE(row.in_force, row.value);
     EXPECT_EQ(row.origin, "environment");
-    if (row.name == "PENSTOCK_LOG_LEVEL") EXPECT_EQ(row.in_force, "off");
+    if (row.name == "PENSTOCK_LOG_LEVEL") {
+      EXPECT_EQ(row.in_force, "off");
+    }
   }
   EXPECT_EQ(refused, 2);
 }

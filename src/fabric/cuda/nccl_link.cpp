@@ -76,6 +76,9 @@ class NcclRank {
       to_ = DeviceBuffer<std::byte>(bytes);
       from_.fill(1);
       to_.fill(0);
+    });
+    // Apart: a rank that cannot allocate must not leave the others in here, which has no deadline.
+    collectively(team, [&] {
       nccl_check(n_.init_rank(&comm_, team.size(), ids[0], team.rank()), "ncclCommInitRank");
     });
   }

@@ -117,18 +117,20 @@ Routing make_routing(const Shape& shape, Pattern pattern, std::uint64_t seed, in
 
 Routing make_remote_routing(const Shape& shape, double remote, std::uint64_t seed) {
   validate(shape);
+  require(remote >= 0.0 && remote <= 1.0, ErrorKind::kInvalidArgument, [&] {
+    return "moe_stage2: remote fraction " + std::to_string(remote) + "; give 0 to 1";
+  });
   const std::int32_t local = shape.experts_per_rank();
   const double wanted = remote * shape.top_k;
   const auto fewest = static_cast<std::int32_t>(wanted);
   const double more = wanted - fewest;  // of a token having one remote slot more
   const std::int32_t most = fewest + (more > 0.0 ? 1 : 0);
-  require(remote >= 0.0 && remote <= 1.0 && most <= shape.experts - local &&
-              shape.top_k - fewest <= local,
+  require(most <= shape.experts - local && shape.top_k - fewest <= local,
           ErrorKind::kInvalidArgument, [&] {
             return "moe_stage2: remote fraction " + std::to_string(remote) + " of " +
                    std::to_string(shape.top_k) + " slots does not fit " + std::to_string(local) +
                    " experts of this rank and " + std::to_string(shape.experts - local) +
-                   " of others; give 0 to 1, and enough experts";
+                   " of others; give more experts or another fraction";
           });
   Routing routing{shape, {}};
   for (int rank = 0; rank < shape.ranks; ++rank) {

@@ -483,6 +483,36 @@ TEST_P(MoeStage2GpuTest, AStoppedRankIsAFaultAndRearmBringsTheOperatorBack) {
   }
 }
 
+// What only the device can see wrong stops the operator until a rearm, and every call says so: none
+// may leave `out` as it was without a word, also where all ranks are wrong and nobody waits.
+TEST_P(MoeStage2GpuTest, BadOriginsEverywhereAreToldUntilTheRearm) {
+  if (ranks() == 1) GTEST_SKIP() << "one rank goes on by itself";
+  const Shape shape = make_shape(ranks(), 4, 2, 9, 1.5, WireFormat::kFp8);
+  World world(shape, Pattern::kBalanced, 3, 0, Values::kIntegers);
+  const Expected want = expected_of(world);
+  run([&](const TeamHandle& team, const auto& rank) {
+    ScopedStream stream;
+    const auto op = make_cuda_moe_stage2(rank, shape, Options{});
+    DeviceWorld device(world, team->rank());
+    op->prepare(stream.get());
+    const Operands good = device.operands();
+    Operands bad = good;
+    std::vector<RowOrigin> origin = world.rank(team->rank()).rows.origin;
+    ASSERT_FALSE(origin.empty());
+    origin[0].slot = 9;
+    const DeviceBuffer<RowOrigin> wrong(origin);
+    bad.origin = wrong.data();
+    team->barrier();
+    op->run(stream.get(), bad);
+    stream.wait();
+    EXPECT_THROW(op->track(stream.get()), Error);
+    for (int call = 0; call < 3; ++call) EXPECT_THROW(op->run(stream.get(), good), Error);
+    team->rearm();
+    op->run(stream.get(), good);
+    EXPECT_EQ(device.wrong_rows(want[static_cast<std::size_t>(team->rank())], stream.handle), 0);
+  });
+}
+
 TEST_P(MoeStage2GpuTest, TwoInstancesDoNotDisturbEachOther) {
   const Shape shape = make_shape(ranks(), 4, 2, 24, 1.5, WireFormat::kBf16);
   World first(shape, Pattern::kBalanced, 3, 0, Values::kIntegers);

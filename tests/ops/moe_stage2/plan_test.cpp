@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <tuple>
 
@@ -262,7 +263,9 @@ TEST(Routing, RemoteFractionIsWhatWasAskedFor) {
     }
     EXPECT_NEAR(static_cast<double>(away) / (2 * 400 * 6), remote, 0.02);
   }
-  EXPECT_THROW((void)make_remote_routing(shape, 1.5, 3), Error);
+  for (const double wrong : {1.5, -0.5, 1e30, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THROW((void)make_remote_routing(shape, wrong, 3), Error) << wrong;
+  }
   shape.top_k = 9;  // more than a rank has experts
   EXPECT_THROW((void)make_remote_routing(shape, 1.0, 3), Error);
 }

@@ -64,7 +64,8 @@ class A2aGemm {
   // Operands' contents may change from call to call, shapes may not. Deterministic with
   // ChunkOrder::kRotation: the result depends on the operands alone. Errors: InvalidArgument for a
   // missing or misaligned operand; Fault when a peer does not come in time or any rank faulted (out
-  // is then undefined); the team's rearm() makes the operator usable again.
+  // is then undefined, on cuda also that of an earlier call that was not complete when a rank
+  // faulted); the team's rearm() makes the operator usable again.
   virtual void run(Stream stream, const Operands& operands) = 0;
 
   // cuda, before the first run() or replay on a stream that other ranks' kernels may have to wait

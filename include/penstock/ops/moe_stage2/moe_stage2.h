@@ -69,7 +69,9 @@ class MoeStage2 {
   // Nothing on cpu.
   virtual void prepare(Stream stream) { (void)stream; }
   // cuda, after each launch of a graph that holds run(): tells the rank's fault handling where work
-  // is. Nothing on cpu.
+  // is, and throws InvalidArgument for what an earlier call found wrong on the device, as run()
+  // does. Replays must be ordered behind each other and behind other calls of this operator, by one
+  // stream or by events; run() outside of a graph orders itself. Nothing on cpu.
   virtual void track(Stream stream) { (void)stream; }
 
   virtual const Shape& shape() const noexcept = 0;

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(32) begin_call_sm90(const __grid_constant__ Be
   if ((args.peers >> peer & 1u) == 0) return;
   const device::Guard guard(args.guard);
   const device::WaitSite site{peer, 0, kConsumed, args.slot * args.ranks + peer};
-  // A failed wait raises the guard's abort: the call's own kernels see it and publish nothing.
+  // A failed wait raises the guard's abort, which ends the call's waits. Its copies are enqueued
+  // already and still run: a peer that was late may multiply rows of both calls, after the fault.
   (void)device::wait_epoch<Scope::kSystem>(args.consumed + peer * (kLineBytes / 8), before, guard,
                                            site);
 }

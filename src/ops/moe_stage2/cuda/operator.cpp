@@ -106,6 +106,8 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     auto* on = static_cast<cudaStream_t>(stream.handle);
     const bool graph = capturing(on);
     if (!graph && !prepared_.contains(on)) prepare(stream);
+    // Calls share tables and counters: one behind the other, whatever their streams.
+    if (!graph) PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(on, last_, 0));
     enqueue(o, on);
     if (graph) return;
     PENSTOCK_CUDA_CHECK(cudaEventRecord(last_, on));
@@ -119,6 +121,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
   }
   void track(Stream stream) override {
     device_rank_->track(static_cast<cudaStream_t>(stream.handle));
+    throw_device_findings();
   }
 
   const Shape& shape() const noexcept override { return shape_; }
@@ -166,6 +169,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     cuda::write_device(window_->region(rank_, kConsumed), words.data(),
                        words.size() * sizeof(std::uint64_t));
     report()->plan_fault = report()->origin_fault = kPlanWhole;
+    stopped_.clear();
   }
 
  private:
@@ -318,8 +322,16 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     };
     const std::int32_t plan = take(r.plan_fault);
     const std::int32_t origin = take(r.origin_fault);
-    if (plan == kPlanWhole && origin == kPlanWhole) return;
-    if (shape_.ranks == 1) {  // nobody else's words depend on the call that was left out
+    if (plan == kPlanWhole && origin == kPlanWhole) {
+      // Without a rearm every further call would leave `out` as it was and say nothing.
+      require(stopped_.empty(), ErrorKind::kInvalidArgument, [&] { return stopped_; });
+      return;
+    }
+    if (shape_.ranks > 1) {
+      stopped_ =
+          "moe_stage2: an earlier call was refused on the device and its peers had no rows of it; "
+          "call the team's rearm() on every rank before the next one";
+    } else {  // nobody else's words depend on the call that was left out
       const ScopedDevice scope(device_rank_->device());
       const std::uint32_t go = 0;
       cuda::write_device(&state_.data()->stop, &go, sizeof(go));
@@ -462,6 +474,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
   std::unique_ptr<cuda::DeviceCopyEngine> engine_;
   std::unique_ptr<SideStream> side_;
   cudaEvent_t last_ = nullptr;
+  std::string stopped_;  // why no call can run before a rearm; empty: they can
   std::set<cudaStream_t> prepared_;
 
   DeviceBuffer<std::int32_t> words_;  // what plan_ points to, places apart
