@@ -1,9 +1,9 @@
 // One GLM-5 MoE decoder layer (or several in a row) as one persistent launch on sm_90a.
 //
-// One CTA an SM, 16 warps. Every warp owns a private ring of weight units: it consumes a unit with
-// tensor-core instructions and at once asks the bulk-copy engine for the next one of its static
-// list, so weights of later stages arrive while the CTA waits for data; only the experts' units
-// wait for the routing. Values cross CTAs as packets (12 bytes and their tag), polled in place.
+// One CTA an SM, 16 warps that compute and one that copies. Every computing warp has a ring of
+// weight units of its own, which the producer warp keeps full from the warp's static list, so
+// weights of later stages arrive while the CTA waits for data; only the experts' units wait for the
+// routing. Values cross CTAs as packets (12 bytes and their tag), polled in place.
 // docs/decode-layer.md has stages, hand-offs and their predicted cost.
 //
 // Tags. A counter in memory holds the number of layers done; the tag of a layer is that number with
