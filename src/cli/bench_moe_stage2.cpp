@@ -94,6 +94,9 @@ Derived derive(const Point& point) {
 }
 
 Shape shape_of(const Options& options, int ranks) {
+  if (options.remote && !(*options.remote >= 0.0 && *options.remote <= 1.0)) {
+    throw UsageError(fmt::format("--remote-fraction {}: give 0 to 1", *options.remote));
+  }
   const auto given = {options.hidden, options.intermediate, options.top_k};
   Shape shape;
   if (options.shape == "custom") {
