@@ -159,8 +159,9 @@ double cpu_seconds() {
 // a team must rest, and they must still end with the team.
 TEST(RendezvousTest, AFailingPollNeitherBurnsACoreNorHoldsUpTheEnd) {
 #if defined(__SANITIZE_ADDRESS__)
-  GTEST_SKIP() << "UBSan, built in beside ASan, probes objects through pipes, and this test lets no "
-                  "descriptor be opened";
+  GTEST_SKIP()
+      << "UBSan, built in beside ASan, probes objects through pipes, and this test lets no "
+         "descriptor be opened";
 #endif
   const int port = free_port();
   std::vector<TeamHandle> teams(2);
