@@ -74,7 +74,7 @@ class LinkBench {
       PENSTOCK_CUDA_CHECK(load_pattern_kernels());
       PENSTOCK_CUDA_CHECK(load_sm_put());
       engine_ = std::make_unique<DeviceCopyEngine>(rank_, window_);
-      stream_ = std::make_unique<LinkStream>();
+      stream_ = std::make_unique<OwnedStream>();
       timer_ = std::make_unique<LinkTimer>();
       rank_->prepare(stream_->handle);
       PENSTOCK_CUDA_CHECK(launch_fill(words_of(window_->region(team_->rank(), kFrom)),
@@ -405,7 +405,7 @@ class LinkBench {
   // copy engine need SMs?
   void latency_when_occupied() {
     DeviceBuffer<std::uint64_t> words(std::vector<std::uint64_t>(32, 0));
-    const LinkStream occupied;
+    const OwnedStream occupied;
     rank_->prepare(occupied.handle);
     team_->barrier();
     int sms = 0;
@@ -510,13 +510,13 @@ class LinkBench {
           stream_->wait();
           PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(copies_stream));
           if (copies) {
-            PENSTOCK_CUDA_CHECK(cudaEventRecord(copy_timer.start, copies_stream));
+            copy_timer.start.record(copies_stream);
             for (int i = 0; i < kCopies; ++i) {
-              if (i == 20) PENSTOCK_CUDA_CHECK(cudaEventRecord(under_way.start, copies_stream));
+              if (i == 20) under_way.start.record(copies_stream);
               check(rank_->proxy()->copy(to_peer(), from(), kChunk, local_), "copy");
             }
-            PENSTOCK_CUDA_CHECK(cudaEventRecord(copy_timer.stop, copies_stream));
-            PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(stream_->handle, under_way.start));
+            copy_timer.stop.record(copies_stream);
+            under_way.start.hold(stream_->handle);
           }
           const double seconds = timer_->seconds(stream_->handle, [&] {
             PENSTOCK_CUDA_CHECK(launch_busy(args, sms, stream_->handle));
@@ -557,7 +557,7 @@ class LinkBench {
   bool local_ = false;   // ranks 0 and 1 do
   int most_ctas_ = 1;    // that both ranks of the link may launch
   std::unique_ptr<DeviceCopyEngine> engine_;
-  std::unique_ptr<LinkStream> stream_;
+  std::unique_ptr<OwnedStream> stream_;
   std::unique_ptr<LinkTimer> timer_;
   std::uint64_t epoch_ = 1;
   std::vector<LinkFigure> figures_;

@@ -64,7 +64,7 @@ class LinkRank {
   const Nccl& n_;
   DeviceBuffer<std::byte> from_;
   DeviceBuffer<std::byte> to_;
-  LinkStream stream_;
+  OwnedStream stream_;
   LinkTimer timer_;
   std::optional<NcclRank> rank_;
 };

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/device_rank.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
@@ -25,20 +26,13 @@ namespace penstock::a2a_gemm {
 namespace {
 
 using cuda::DeviceBuffer;
+using cuda::OwnedEvent;
 using moe_stage2::AlignArgs;
 using moe_stage2::NcclPiece;
 
 // Longer than the L2, and than the host needs to enqueue a call behind it.
 constexpr std::size_t kScrubBytes = std::size_t{512} << 20;
 constexpr std::size_t kPatternBytes = (std::size_t{16} << 20) + 4096 + 16;
-
-struct Event {
-  Event() { PENSTOCK_CUDA_CHECK(cudaEventCreate(&handle)); }
-  ~Event() { (void)cudaEventDestroy(handle); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  cudaEvent_t handle = nullptr;
-};
 
 // Normal values: deviation 1 in bf16, 100 in E4M3 (what a block scaled to amax 448 looks like).
 std::vector<std::byte> normal_bytes(Format format, std::uint64_t seed) {
@@ -406,8 +400,8 @@ class Bench {
   }
 
   void time(BenchResult& result) {
-    const Event begin;
-    const Event end;
+    const OwnedEvent begin{cudaEventDefault};
+    const OwnedEvent end{cudaEventDefault};
     const std::size_t count = result.timings.size();
     for (int round = 0; round < options_.warmup + options_.rounds; ++round) {
       for (std::size_t i = 0; i < count; ++i) {
@@ -415,13 +409,13 @@ class Bench {
         team_->barrier();
         PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), round & 0xff, scrub_.bytes(), stream_));
         PENSTOCK_CUDA_CHECK(moe_stage2::launch_align_sm90(align_, stream_));
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(begin.handle, stream_));
+        begin.record(stream_);
         enqueue(timing.variant, result);
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(end.handle, stream_));
+        end.record(stream_);
         rank_->track(stream_);
         PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
         float ms = 0.0f;
-        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.handle, end.handle));
+        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.get(), end.get()));
         std::vector<float> all(size_of(team_->size()));
         team_->all_gather(std::as_bytes(std::span(&ms, 1)), std::as_writable_bytes(std::span(all)));
         if (round < options_.warmup) continue;

@@ -17,6 +17,7 @@
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
 #include "ops/a2a_gemm/cuda/call_kernels.h"
@@ -27,7 +28,9 @@
 namespace penstock::a2a_gemm {
 namespace {
 
+using cuda::capturing;
 using cuda::DeviceBuffer;
+using cuda::OwnedEvent;
 using cuda::ScopedDevice;
 
 constexpr std::int32_t kMostCopyCtas = 32;
@@ -35,37 +38,10 @@ constexpr std::int32_t kMostCopyCtas = 32;
 constexpr std::int32_t kSmsForLocalCopies = 2;
 constexpr std::size_t kWordsPerLine = kLineBytes / sizeof(std::uint64_t);
 
-bool capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  PENSTOCK_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
-// Owners, so that a constructor that throws leaves nothing behind.
-class ScopedEvent {
- public:
-  ScopedEvent() { PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-  ~ScopedEvent() { (void)cudaEventDestroy(event_); }
-  ScopedEvent(const ScopedEvent&) = delete;
-  ScopedEvent& operator=(const ScopedEvent&) = delete;
-  cudaEvent_t get() const { return event_; }
-  void record(cudaStream_t stream) const { PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream)); }
-  void hold(cudaStream_t stream) const {
-    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
-  }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-struct SideStream {
-  SideStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
-  ~SideStream() { (void)cudaStreamDestroy(handle); }
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-  cudaStream_t handle = nullptr;
-  ScopedEvent fork;
-  ScopedEvent join;
-  ScopedEvent last;  // end of the latest call, on the caller's stream
+struct SideStream : cuda::OwnedStream {
+  OwnedEvent fork;
+  OwnedEvent join;
+  OwnedEvent last;  // end of the latest call, on the caller's stream
 };
 
 class CudaA2aGemm final : public A2aGemm, public RearmHook {

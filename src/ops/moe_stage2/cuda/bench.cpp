@@ -13,6 +13,7 @@
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/device_rank.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
@@ -29,18 +30,11 @@ namespace penstock::moe_stage2 {
 namespace {
 
 using cuda::DeviceBuffer;
+using cuda::OwnedEvent;
 
 // Longer than the L2, and than the host needs to enqueue a call behind it.
 constexpr std::size_t kScrubBytes = std::size_t{512} << 20;
 constexpr std::size_t kPatternBytes = std::size_t{16} << 20;
-
-struct Event {
-  Event() { PENSTOCK_CUDA_CHECK(cudaEventCreate(&handle)); }
-  ~Event() { (void)cudaEventDestroy(handle); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  cudaEvent_t handle = nullptr;
-};
 
 // E4M3 codes of a normal distribution of deviation 100: what a block scaled to amax 448 looks like.
 std::vector<unsigned char> normal_codes(std::size_t count, std::uint64_t seed) {
@@ -483,8 +477,8 @@ class Bench {
   }
 
   void time(StageBench& result) {
-    const Event start;
-    const Event stop;
+    const OwnedEvent start{cudaEventDefault};
+    const OwnedEvent stop{cudaEventDefault};
     const std::size_t count = result.timings.size();
     for (int round = -options_.warmup; round < options_.rounds; ++round) {
       // Another variant starts each round: none always runs behind the same one.
@@ -495,13 +489,13 @@ class Bench {
         PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), round & 0xff, scrub_.bytes(), stream_));
         aligner_.align(stream_);
         rank_->track(stream_);
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(start.handle, stream_));
+        start.record(stream_);
         bodies_.at(timing.variant)(stream_);
-        PENSTOCK_CUDA_CHECK(cudaEventRecord(stop.handle, stream_));
+        stop.record(stream_);
         PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
         team_->check();
         float ms = 0.0f;
-        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, start.handle, stop.handle));
+        PENSTOCK_CUDA_CHECK(cudaEventElapsedTime(&ms, start.get(), stop.get()));
         if (round >= 0) timing.us.push_back(1e3 * static_cast<double>(ms));
       }
     }

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <set>
 #include <vector>
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/copy_engine.h"
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
@@ -25,7 +27,9 @@
 namespace penstock::moe_stage2 {
 namespace {
 
+using cuda::capturing;
 using cuda::DeviceBuffer;
+using cuda::OwnedEvent;
 using cuda::ScopedDevice;
 
 constexpr int kMostCopyCtas = 16;
@@ -34,36 +38,14 @@ bool aligned(const void* pointer, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-bool capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  PENSTOCK_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
 // A stream beside the caller's, and the events that fork and join it.
-class SideStream {
- public:
-  SideStream() {
-    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-  }
-  ~SideStream() {
-    if (event_ != nullptr) (void)cudaEventDestroy(event_);
-    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
-  }
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-
-  cudaStream_t get() const { return stream_; }
+struct SideStream : cuda::OwnedStream {
   // What follows on `to` comes behind what is on `from` now.
   void order(cudaStream_t from, cudaStream_t to) const {
-    PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, from));
-    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(to, event_, 0));
+    event.record(from);
+    event.hold(to);
   }
-
- private:
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t event_ = nullptr;
+  OwnedEvent event;
 };
 
 class CudaMoeStage2 final : public MoeStage2, public RearmHook {
@@ -85,10 +67,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     team_->remove_hook(this);
     const ScopedDevice scope(device_rank_->device());
     // Kernels end by themselves, at their deadlines at the latest.
-    if (last_ != nullptr) {
-      (void)cudaEventSynchronize(last_);
-      (void)cudaEventDestroy(last_);
-    }
+    (void)cudaEventSynchronize(last_->get());
     // A peer may still need what the engine holds; a team that faulted needs nothing any more.
     try {
       if (engine_ != nullptr && !team_->faulted()) engine_->quiet();
@@ -107,10 +86,10 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     const bool graph = capturing(on);
     if (!graph && !prepared_.contains(on)) prepare(stream);
     // Calls share tables and counters: one behind the other, whatever their streams.
-    if (!graph) PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(on, last_, 0));
+    if (!graph) last_->hold(on);
     enqueue(o, on);
     if (graph) return;
-    PENSTOCK_CUDA_CHECK(cudaEventRecord(last_, on));
+    last_->record(on);
     device_rank_->track(on);
   }
 
@@ -225,9 +204,9 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     }
     if (options_.transport == TransportKind::kSm && options_.fuse) {
       side_ = std::make_unique<SideStream>();
-      device_rank_->prepare(side_->get());
+      device_rank_->prepare(side_->handle);
     }
-    PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming));
+    last_.emplace();
 
     const auto tiles = static_cast<std::size_t>(
         std::max<std::int64_t>(1, worst_padded_rows_per_rank(shape_) / kTileRows));
@@ -377,12 +356,12 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     ship.column_tiles = (shape_.hidden + kGemmTileColumns - 1) / kGemmTileColumns;
     const bool beside = side_ != nullptr && fused;
     if (beside) {
-      side_->order(on, side_->get());
-      PENSTOCK_CUDA_CHECK(launch_ship_sm90(ship, options_.copy_ctas, true, side_->get()));
+      side_->order(on, side_->handle);
+      PENSTOCK_CUDA_CHECK(launch_ship_sm90(ship, options_.copy_ctas, true, side_->handle));
     }
     if (o.tiles > 0) enqueue_gemm(o, fused, on);
     if (beside) {
-      side_->order(side_->get(), on);
+      side_->order(side_->handle, on);
     } else if (options_.transport == TransportKind::kSm) {
       PENSTOCK_CUDA_CHECK(launch_ship_sm90(ship, where_.sms - where_.sms % 2, false, on));
     } else if (!fused) {
@@ -473,8 +452,8 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
   Residency where_;
   std::unique_ptr<cuda::DeviceCopyEngine> engine_;
   std::unique_ptr<SideStream> side_;
-  cudaEvent_t last_ = nullptr;
-  std::string stopped_;  // why no call can run before a rearm; empty: they can
+  std::optional<OwnedEvent> last_;  // end of the latest call, on the caller's stream
+  std::string stopped_;             // why no call can run before a rearm; empty: they can
   std::set<cudaStream_t> prepared_;
 
   DeviceBuffer<std::int32_t> words_;  // what plan_ points to, places apart
