@@ -167,7 +167,7 @@ class CudaDecodeLayers final : public DecodeLayers {
                                                        options.max_context, decode::kMaxPicks)));
     std::vector<std::uint8_t> prepared;
     for (std::int64_t i = 0; i < layers_; ++i) {
-      decode::DecodeShape shape = engine::decode_layer_shape(config, i, options.ranks);
+      decode::DecodeShape shape = engine::decode_layer_shape(checkpoint, i, options.ranks);
       shape.rank = number;
       shape.rows = decode::kMaxRows;
       shape.eps_latent = static_cast<float>(options.latent_eps);
@@ -179,6 +179,12 @@ class CudaDecodeLayers final : public DecodeLayers {
       rank.caches.emplace_back(static_cast<std::size_t>(options.pages * page_stride_));
       std::optional<Kind>& kind = shape.dense ? rank.dense : rank.sparse;
       if (!kind) kind.emplace(Kind{shape, nullptr, {}});
+      require(kind->shape.attention_scales == shape.attention_scales, ErrorKind::kUnsupported, [&] {
+        return fmt::format(
+            "decode_layer: attention of layer {} has scales of another kind (per block, per "
+            "channel) than the layers before it: one operator runs them all",
+            i);
+      });
       if (number == 0) {
         places_.push_back({shape.dense, static_cast<int>(kind->bindings.size())});
       }

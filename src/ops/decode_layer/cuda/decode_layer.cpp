@@ -220,6 +220,24 @@ void DecodeLayer::run(Stream stream, const DecodeStep& step, int first, int coun
   }
 }
 
+void DecodeLayer::set_stall(const DecodeStall& stall) {
+  State& s = *state_;
+  const int grid = s.plans[0].grid;
+  require(stall.stage >= 0 && stall.stage < kStageCount && stall.cta >= -1 && stall.cta < grid &&
+              stall.seconds >= 0 && stall.seconds <= 3600,
+          ErrorKind::kInvalidArgument, [&] {
+            return fmt::format(
+                "decode_layer: a stall before stage {} of CTA {} for {} s; stages are 0 to {}, "
+                "CTAs -1 (all) to {}, seconds 0 to 3600",
+                stall.stage, stall.cta, stall.seconds, static_cast<int>(kStageCount) - 1, grid - 1);
+          });
+  require(kKernelStalls || stall.seconds == 0, ErrorKind::kUnsupported,
+          [] { return std::string("decode_layer: this build's kernel has no stalls for tests"); });
+  s.arguments.stall_stage = stall.stage;
+  s.arguments.stall_cta = stall.cta;
+  s.arguments.stall_ns = static_cast<std::uint64_t>(stall.seconds * 1e9);
+}
+
 void DecodeLayer::check() const {
   const auto* valid = static_cast<const volatile std::uint32_t*>(&state_->fault->valid);
   if (*valid != 0) throw Fault(*state_->fault, "decode_layer (op: layer, region: CTA)");
