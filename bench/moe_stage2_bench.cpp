@@ -59,6 +59,7 @@ struct Options {
   int rounds = 20;
   int ranks = 8;
   int ctas = 0;
+  int group_sms = 0;
   std::string pattern = "balanced";
   std::string cublaslt;
   std::string out;
@@ -199,6 +200,80 @@ RunBases bases_of(const Setup& s, unsigned char* memory, WireFormat wire) {
   return bases;
 }
 
+GroupedGemmArgs gemm_args(const Setup& s, WireFormat wire) {
+  GroupedGemmArgs args;
+  args.act_scales = s.act_scales.data();
+  args.act_scale_stride = s.capacity;
+  args.weight_scales = s.weight_scales.data();
+  args.hidden = s.shape.hidden;
+  args.k_blocks = s.shape.intermediate / kScaleBlock;
+  args.tile_count = s.plan_out.tile_count;
+  args.tile_expert = s.plan_out.tile_expert;
+  args.tile_rows = s.plan_out.tile_rows;
+  args.tile_mate = s.plan_out.tile_mate;
+  args.place = s.place.data();
+  args.tiles_per_chunk = 16;
+  args.chunk_epoch = 1;
+  args.runs = bases_of(s, s.runs.data(), wire);
+  return args;
+}
+
+CombineArgs combine_args(const Setup& s, WireFormat wire) {
+  CombineArgs args;
+  args.runs = bases_of(s, s.landing.data(), wire);
+  args.inverse = s.inverse.data();
+  args.weight = s.token_weight.data();
+  args.out = s.out.data();
+  args.tokens = static_cast<std::int32_t>(s.shape.max_tokens_per_rank);
+  args.top_k = s.shape.top_k;
+  args.hidden = s.shape.hidden;
+  return args;
+}
+
+// The batch in two groups of tokens: the combine of the first, on `sms` SMs, beside the GEMM of the
+// second on the others. All rows at home, no protocol: the most that groups could win.
+class TwoGroups {
+ public:
+  TwoGroups(const Model& model, std::int64_t tokens, const Options& options, int sms)
+      : first_(make_setup(model, tokens / 2, options)),
+        second_(make_setup(model, tokens / 2, options)),
+        pause_(std::size_t{8} << 20),
+        sms_(sms) {
+    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+    for (cudaEvent_t& event : events_) {
+      PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    }
+  }
+  ~TwoGroups() {
+    for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+    (void)cudaStreamDestroy(side_);
+  }
+  TwoGroups(const TwoGroups&) = delete;
+  TwoGroups& operator=(const TwoGroups&) = delete;
+
+  void run(WireFormat wire, int ctas, cudaStream_t on) {
+    PENSTOCK_CUDA_CHECK(
+        launch_grouped_gemm_sm90(gemm_args(first_, wire), first_.maps, wire, ctas, on));
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(events_[0], on));
+    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(side_, events_[0]));
+    // The GEMM comes first to its pairs of SMs.
+    PENSTOCK_CUDA_CHECK(cudaMemsetAsync(pause_.data(), 0, pause_.bytes(), side_));
+    PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(first_, wire), wire, sms_, side_, true));
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(events_[1], side_));
+    PENSTOCK_CUDA_CHECK(
+        launch_grouped_gemm_sm90(gemm_args(second_, wire), second_.maps, wire, ctas - sms_, on));
+    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(on, events_[1]));
+    PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(second_, wire), wire, ctas, on));
+  }
+
+ private:
+  Setup first_, second_;
+  DeviceBuffer<unsigned char> pause_;
+  int sms_;
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t events_[2] = {};
+};
+
 // Largest relative error (to the row's f64 norm over the sampled columns) of the rows that the last
 // GEMM wrote.
 double sample_error(const Setup& s, WireFormat wire, const GroupedGemmArgs& args) {
@@ -266,6 +341,7 @@ int measure(const Options& options) {
   PENSTOCK_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
   const int ctas = options.ctas > 0 ? options.ctas : properties.multiProcessorCount;
   PENSTOCK_CUDA_CHECK(load_grouped_gemm_sm90());
+  PENSTOCK_CUDA_CHECK(load_combine_sm90());
   std::ofstream file;
   if (!options.out.empty()) file.open(options.out, std::ios::app);
   std::ostream& json_out = options.out.empty() ? std::cout : file;
@@ -302,26 +378,12 @@ int measure(const Options& options) {
           std::cerr << "no cuBLASLt baseline: " << error.what() << "\n";
         }
       }
-      GroupedGemmArgs args;
-      args.act_scales = s.act_scales.data();
-      args.act_scale_stride = s.capacity;
-      args.weight_scales = s.weight_scales.data();
-      args.hidden = model->hidden;
-      args.k_blocks = model->intermediate / kScaleBlock;
-      args.tile_count = s.plan_out.tile_count;
-      args.tile_expert = s.plan_out.tile_expert;
-      args.tile_rows = s.plan_out.tile_rows;
-      args.tile_mate = s.plan_out.tile_mate;
-      args.place = s.place.data();
-      args.tiles_per_chunk = 16;
-      args.chunk_epoch = 1;
       const double operand_bytes =
           static_cast<double>(s.rows) * model->intermediate * (1.0 + 4.0 / 128) +
           static_cast<double>(s.weight.bytes() + s.weight_scales.bytes());
       for (const WireFormat wire : {WireFormat::kBf16, WireFormat::kFp8}) {
         for (const bool counted : {false, true}) {
-          GroupedGemmArgs a = args;
-          a.runs = bases_of(s, s.runs.data(), wire);
+          GroupedGemmArgs a = gemm_args(s, wire);
           if (counted) {
             a.chunk_counters = s.counters.data();
             a.chunk_flags = s.flags.data();
@@ -347,14 +409,7 @@ int measure(const Options& options) {
         }
       }
       for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
-        CombineArgs c;
-        c.runs = bases_of(s, s.landing.data(), wire);
-        c.inverse = s.inverse.data();
-        c.weight = s.token_weight.data();
-        c.out = s.out.data();
-        c.tokens = static_cast<std::int32_t>(tokens);
-        c.top_k = model->top_k;
-        c.hidden = model->hidden;
+        const CombineArgs c = combine_args(s, wire);
         const int sms = properties.multiProcessorCount;
         const double bytes =
             static_cast<double>(tokens) *
@@ -366,6 +421,30 @@ int measure(const Options& options) {
                             0.0,
                             bytes,
                             {}});
+      }
+      std::unique_ptr<TwoGroups> groups;
+      if (options.group_sms > 0) {
+        groups = std::make_unique<TwoGroups>(*model, tokens, options, options.group_sms);
+        for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
+          const char* name = wire == WireFormat::kFp8 ? "fp8" : "bf16";
+          const Setup* setup = &s;
+          variants.push_back({fmt::format("gemm_combine_{}", name),
+                              [setup, wire, ctas](cudaStream_t on) {
+                                PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(
+                                    gemm_args(*setup, wire), setup->maps, wire, ctas, on));
+                                PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(*setup, wire),
+                                                                        wire, ctas, on));
+                              },
+                              flop,
+                              0.0,
+                              {}});
+          variants.push_back(
+              {fmt::format("two_groups_{}", name),
+               [g = groups.get(), wire, ctas](cudaStream_t on) { g->run(wire, ctas, on); },
+               flop,
+               0.0,
+               {}});
+        }
       }
       variants.push_back({"plan",
                           [&](cudaStream_t on) {
@@ -455,6 +534,9 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "measured rounds after three to warm up");
   app.add_option("--ranks", options.ranks, "ranks that the routing is spread over");
   app.add_option("--ctas", options.ctas, "CTAs of the GEMM; 0: one an SM");
+  app.add_option("--group-sms", options.group_sms,
+                 "even, not 0: also GEMM and combine one behind the other, and in two groups of "
+                 "tokens whose first combine has so many SMs");
   app.add_option("--pattern", options.pattern, "routing pattern");
   app.add_option("--cublaslt", options.cublaslt, "path of libcublasLt.so.13");
   app.add_option("--out", options.out, "file that JSON lines are appended to");

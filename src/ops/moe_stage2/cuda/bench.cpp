@@ -355,6 +355,7 @@ class Bench {
         aligner_(rank_),
         scrub_(kScrubBytes) {
     PENSTOCK_CUDA_CHECK(load_grouped_gemm_sm90());
+    PENSTOCK_CUDA_CHECK(load_combine_sm90());
     PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     rank_->prepare(stream_);
   }
