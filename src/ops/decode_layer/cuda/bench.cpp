@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -15,6 +17,7 @@
 #include "fabric/gpu.h"
 #include "ops/decode_layer/cuda/bench_fill.h"
 #include "ops/decode_layer/cuda/chain_sm90.h"
+#include "ops/decode_layer/cuda/inspect.h"
 #include "penstock/core/error.h"
 #include "penstock/numerics/formats.h"
 #include "penstock/ops/decode_layer/decode_layer.h"
@@ -193,12 +196,23 @@ class Chain {
     return chosen.size();
   }
 
-  // Of the last layer's routing, one a row.
-  std::vector<float> gaps() const {
-    std::vector<float> out;
+  // What the last layer's rows chose.
+  struct Choice {
+    std::vector<int> experts;   // best first
+    std::vector<float> scores;  // [experts]
+    float gap = 0;              // to the best expert not chosen
+  };
+  std::vector<Choice> choices() const {
+    std::vector<Choice> out;
     const std::vector<ChainRouting> all = routing_.download();
+    const std::vector<float> scores = scores_.download();
+    const auto experts = static_cast<std::ptrdiff_t>(base_.plan.experts);
     for (int s = 0; s < rows_.rows; ++s) {
-      out.push_back(all[static_cast<std::size_t>(s / kChainRows)].gap[s % kChainRows]);
+      const ChainRouting& r = all[static_cast<std::size_t>(s / kChainRows)];
+      const std::int32_t* chosen = r.chosen[s % kChainRows];
+      out.push_back({{chosen, chosen + base_.plan.top_k},
+                     {scores.begin() + s * experts, scores.begin() + (s + 1) * experts},
+                     r.gap[s % kChainRows]});
     }
     return out;
   }
@@ -236,6 +250,53 @@ std::vector<double> row_errors(const std::vector<std::uint16_t>& got,
     errors.push_back(std::isfinite(relative) ? relative : INFINITY);
   }
   return errors;
+}
+
+// The `count` best of score + bias, the lower index before an equal one.
+std::vector<int> best_experts(std::span<const float> scores, std::span<const float> bias,
+                              int count) {
+  std::vector<int> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int x, int y) {
+    const auto a = static_cast<std::size_t>(x);
+    const auto b = static_cast<std::size_t>(y);
+    return scores[a] + bias[a] > scores[b] + bias[b];
+  });
+  order.resize(static_cast<std::size_t>(count));
+  return order;
+}
+
+// How a row's routing differs; nothing if both sides chose the same experts.
+std::optional<DecodeFlip> compare_routing(std::span<const float> kernel_scores,
+                                          const Chain::Choice& chain, std::span<const float> bias) {
+  DecodeFlip flip;
+  const std::vector<int> kernel =
+      best_experts(kernel_scores, bias, static_cast<int>(chain.experts.size()));
+  const auto only = [](const std::vector<int>& from, const std::vector<int>& in) {
+    std::vector<int> out;
+    std::copy_if(from.begin(), from.end(), std::back_inserter(out),
+                 [&](int e) { return std::find(in.begin(), in.end(), e) == in.end(); });
+    return out;
+  };
+  flip.kernel = only(kernel, chain.experts);
+  flip.chain = only(chain.experts, kernel);
+  if (flip.kernel.empty()) return std::nullopt;
+  double low = INFINITY;
+  double high = -INFINITY;
+  for (const auto* side : {&flip.kernel, &flip.chain}) {
+    for (const int e : *side) {
+      const auto i = static_cast<std::size_t>(e);
+      const double value = static_cast<double>(kernel_scores[i] + bias[i]);
+      low = std::min(low, value);
+      high = std::max(high, value);
+    }
+  }
+  flip.width = high - low;
+  for (std::size_t i = 0; i < bias.size(); ++i) {
+    const double d = static_cast<double>(kernel_scores[i]) - static_cast<double>(chain.scores[i]);
+    flip.score_error = std::max(flip.score_error, std::abs(d));
+  }
+  return flip;
 }
 
 class GpuDecodeBench final : public DecodeBench {
@@ -309,10 +370,6 @@ class GpuDecodeBench final : public DecodeBench {
       return DecodeStep{count, first == 0 ? rows.x.data() : rows.out.data(), rows.out.data(),
                         rows.positions.data(), rows.slots.data()};
     };
-    const auto done = [&] {
-      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
-      op.check();
-    };
 
     DecodeBenchPoint point;
     const DecodePlan& plan = op.plan(std::min(count, op.rows_per_launch()));
@@ -337,25 +394,7 @@ class GpuDecodeBench final : public DecodeBench {
     point.bytes = static_cast<double>(w.up_gate) + expert * (1.0 + point.distinct_experts) +
                   static_cast<double>(kv_row_bytes(shape.kv_format)) * o_.picks * count;
 
-    if (o_.check) {
-      point.check_error = 0;
-      for (int i = 0; i < std::min(o_.sets, o_.layers); ++i) {
-        reset();
-        chain.run(stream.get(), layers, i, 1);
-        op.run(Stream{stream.get()}, step(0), i, 1);
-        done();
-        const std::vector<double> errors =
-            row_errors(rows.out.download(), chain.x.download(), count);
-        const std::vector<float> gaps = chain.gaps();
-        for (std::size_t row = 0; row < errors.size(); ++row) {
-          if (errors[row] > kCheckBound && static_cast<double>(gaps[row]) < kNearTie) {
-            ++point.near_ties;
-          } else {
-            point.check_error = std::max(point.check_error, errors[row]);
-          }
-        }
-      }
-    }
+    if (o_.check) check_rows(op, chain, rows, layers, stream.get(), point);
 
     const auto per_layer = [&](std::vector<double> us) {
       for (double& t : us) t /= o_.layers;
@@ -381,6 +420,64 @@ class GpuDecodeBench final : public DecodeBench {
  private:
   static constexpr std::int64_t kPageStride =
       kPageTokens * static_cast<std::int64_t>(kv_row_bytes(KvFormat::kFp8Scaled));
+
+  // Every row of the kernel against the chain's, one layer of each set. `op` has not run yet.
+  void check_rows(DecodeLayer& op, Chain& chain, const Rows& rows,
+                  std::span<const LayerBinding> layers, cudaStream_t stream,
+                  DecodeBenchPoint& point) const {
+    const DecodeShape& shape = o_.shape;
+    const int launches = op.launches(rows.rows);
+    const auto experts = static_cast<std::size_t>(shape.experts);
+    std::vector<float> bias(experts);
+    point.check_error = 0;
+    point.narrowest_gap = INFINITY;
+    for (int set = 0; set < std::min(o_.sets, o_.layers); ++set) {
+      PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(chain.x.data(), rows.x.data(), rows.x.bytes(),
+                                          cudaMemcpyDeviceToDevice, stream));
+      chain.run(stream, layers, set, 1);
+      op.run(Stream{stream},
+             {rows.rows, rows.x.data(), rows.out.data(), rows.positions.data(), rows.slots.data()},
+             set, 1);
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
+      op.check();
+      PENSTOCK_CUDA_CHECK(cudaMemcpy(
+          bias.data(), weights_[static_cast<std::size_t>(set)].data() + weight_layout(shape).bias,
+          experts * sizeof(float), cudaMemcpyDeviceToHost));
+      const std::vector<double> errors =
+          row_errors(rows.out.download(), chain.x.download(), rows.rows);
+      const std::vector<Chain::Choice> choices = chain.choices();
+      for (int launch = 0; launch < launches; ++launch) {
+        const int first = launch * op.rows_per_launch();
+        const int count = std::min(op.rows_per_launch(), rows.rows - first);
+        // The mailboxes' two halves hold the last two launches.
+        const bool readable = launch >= launches - 2;
+        std::vector<float> scores;
+        if (readable) scores = read_scores(op, shape, count, (set * launches + launch) % 2);
+        for (int i = 0; i < count; ++i) {
+          const auto row = static_cast<std::size_t>(first + i);
+          const Chain::Choice& choice = choices[row];
+          point.narrowest_gap = std::min(point.narrowest_gap, static_cast<double>(choice.gap));
+          bool near_tie = false;
+          if (readable) {
+            std::optional<DecodeFlip> flip = compare_routing(
+                std::span(scores).subspan(static_cast<std::size_t>(i) * experts, experts), choice,
+                bias);
+            if (flip) {
+              flip->set = set;
+              flip->row = first + i;
+              flip->error = errors[row];
+              near_tie = flip->width < kNearTie;
+              point.flips.push_back(*flip);
+            }
+          } else {
+            near_tie = errors[row] > kCheckBound && static_cast<double>(choice.gap) < kNearTie;
+          }
+          point.near_ties += near_tie ? 1 : 0;
+          if (!near_tie) point.check_error = std::max(point.check_error, errors[row]);
+        }
+      }
+    }
+  }
 
   // Of the last run: all layers in one launch.
   void read_timeline(const DecodeLayer& op, DecodeBenchPoint& point) const {

@@ -31,7 +31,29 @@ std::vector<float> read_box(std::span<const std::uint32_t> words, std::int64_t a
   return v;
 }
 
+std::vector<float> scores_of(const DecodePlan& p, const DecodeShape& shape,
+                             std::span<const std::uint32_t> box, int rows) {
+  std::vector<float> scores;
+  for (int s = 0; s < rows; ++s) {
+    for (int e = 0; e < shape.experts; ++e) {
+      const std::int64_t packet =
+          p.box_router +
+          (static_cast<std::int64_t>(s) * p.grid + e / p.router_rows) * p.router_packets +
+          e % p.router_rows / 3;
+      float score;
+      std::memcpy(&score, &box[static_cast<std::size_t>(packet * 4 + e % p.router_rows % 3)], 4);
+      scores.push_back(score);
+    }
+  }
+  return scores;
+}
+
 }  // namespace
+
+std::vector<float> read_scores(const DecodeLayer& op, const DecodeShape& shape, int rows,
+                               int parity) {
+  return scores_of(op.plan(rows), shape, op.mailboxes(parity), rows);
+}
 
 StageValues read_stages(const DecodeLayer& op, const DecodeShape& shape, int rows, int parity) {
   const DecodePlan& p = op.plan(rows);
@@ -55,16 +77,8 @@ StageValues read_stages(const DecodeLayer& op, const DecodeShape& shape, int row
   v.y_attention = hidden(window, p.win_attention + own);
   v.a = hidden(box, p.box_a);
   v.y_experts = hidden(window, p.win_experts + own);
+  v.scores = scores_of(p, shape, box, rows);
   for (int s = 0; s < rows; ++s) {
-    for (int e = 0; e < shape.experts; ++e) {
-      const std::int64_t packet =
-          p.box_router +
-          (static_cast<std::int64_t>(s) * p.grid + e / p.router_rows) * p.router_packets +
-          e % p.router_rows / 3;
-      float score;
-      std::memcpy(&score, &box[static_cast<std::size_t>(packet * 4 + e % p.router_rows % 3)], 4);
-      v.scores.push_back(score);
-    }
     for (int k = 0; k <= shape.top_k; ++k) {
       for (int m = 0; m < p.inter; ++m) {
         const std::int64_t packet =

@@ -25,5 +25,8 @@ struct StageValues {
 // The last launch that used mailbox half `parity`, of `rows` rows and one layer (with more layers:
 // the last one of that parity). Synchronous; no launch may run.
 StageValues read_stages(const DecodeLayer& op, const DecodeShape& shape, int rows, int parity);
+// Its scores alone.
+std::vector<float> read_scores(const DecodeLayer& op, const DecodeShape& shape, int rows,
+                               int parity);
 
 }  // namespace penstock::decode
