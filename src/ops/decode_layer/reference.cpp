@@ -396,6 +396,15 @@ void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
                 rows, rows * h, rows, rows + 1, x_in.size(), x_out.size(), step.positions.size(),
                 step.slots.size(), step.pick_offsets.size());
           });
+  require(
+      cache.data != nullptr && cache.page_stride >= kPageTokens * kv_row_bytes(cache.format),
+      ErrorKind::kInvalidArgument, [&] {
+        return fmt::format(
+            "decode_layer: a cache at {} whose pages lie {} bytes apart; a page of {} rows takes "
+            "{}",
+            static_cast<const void*>(cache.data), cache.page_stride, kPageTokens,
+            kPageTokens * kv_row_bytes(cache.format));
+      });
   std::vector<ReferenceStages> ranks;
   for (int r = 0; r < shape.ranks; ++r) {
     DecodeShape of_rank = shape;

@@ -228,6 +228,62 @@ TEST(DecodeWeights, RefusesWrongTensorsWithTheReason) {
             std::string::npos);
 }
 
+// Every tensor of MoE and dense layers: missing, of another type, of another shape in any
+// dimension.
+TEST(DecodeWeights, EveryTensorIsCheckedByName) {
+  for (const bool dense : {false, true}) {
+    const DecodeShape s = dense ? dense_shape(tiny_shape(), 512) : tiny_shape();
+    const RandomLayer layer(s, 8);
+    LayerTensors t = layer.tensors;
+    std::vector<std::pair<std::string, TensorView*>> views = {
+        {"input_layernorm", &t.norm_input},
+        {"q_a_layernorm", &t.norm_q},
+        {"kv_a_layernorm", &t.norm_kv},
+        {"post_attention_layernorm", &t.norm_post}};
+    std::vector<std::pair<std::string, Fp8Matrix*>> matrices = {{"q_a_proj", &t.q_a},
+                                                                {"kv_a_proj_with_mqa", &t.kv_a},
+                                                                {"q_b_proj", &t.q_b},
+                                                                {"kv_b_proj", &t.kv_b},
+                                                                {"o_proj", &t.o}};
+    if (dense) {
+      matrices.insert(matrices.end(), {{"mlp.gate_proj", &t.dense_gate},
+                                       {"mlp.up_proj", &t.dense_up},
+                                       {"mlp.down_proj", &t.dense_down}});
+    } else {
+      views.insert(views.end(), {{"mlp.gate", &t.router}, {"e_score_correction_bias", &t.bias}});
+      matrices.insert(matrices.end(), {{"experts.7.gate_proj", &t.gate[7]},
+                                       {"experts.15.up_proj", &t.up[15]},
+                                       {"experts.0.down_proj", &t.down[0]},
+                                       {"shared_experts.gate_proj", &t.shared_gate},
+                                       {"shared_experts.up_proj", &t.shared_up},
+                                       {"shared_experts.down_proj", &t.shared_down}});
+    }
+    for (const auto& [name, matrix] : matrices) {
+      views.emplace_back(name, &matrix->data);
+      views.emplace_back(name + " scale", &matrix->scale);
+    }
+    for (const auto& [name, view] : views) {
+      const TensorView good = *view;
+      const auto refused = [&, &name = name, &view = view](const std::string& word) {
+        const std::string message = message_of([&] { validate(s, t); });
+        EXPECT_NE(message.find("tensor " + name + " "), std::string::npos)
+            << name << ": " << message;
+        EXPECT_NE(message.find(word), std::string::npos) << name << ": " << message;
+        *view = good;
+      };
+      view->data = nullptr;
+      refused("missing");
+      view->dtype = DType::kF16;
+      refused("F16");
+      for (int i = 0; i < good.rank; ++i) {
+        view->shape[static_cast<std::size_t>(i)] += 1;
+        refused("wanted");
+      }
+    }
+    validate(s, t);
+  }
+}
+
 TEST(DecodeWeights, ScalesPerChannelAreForAttentionThatSaysSo) {
   DecodeShape s = tiny_shape();
   const RandomLayer blocks(s, 8);
@@ -299,6 +355,44 @@ TEST(DecodeReference, ScalesPerChannelMeanWhatScalesPerBlockMean) {
   RandomCache own = cache;
   run_reference_layer(s, channels, step.input(), own.host(), own.slots(), step.x, out[0]);
   EXPECT_NE(out[0], out[1]);
+}
+
+TEST(DecodeReference, RefusalsNameTheValue) {
+  DecodeShape s = tiny_shape();
+  s.rows = 2;
+  const RandomLayer layer(s, 20);
+  RandomCache cache(KvFormat::kBf16, 8, 13);
+  const RandomStep good(s, cache.slots(), {10, 33}, 14);
+  std::vector<std::uint16_t> out(good.x.size());
+  const auto refusal = [&](const RandomStep& step, const HostCache& at) {
+    return message_of([&] {
+      run_reference_layer(s, layer.tensors, step.input(), at, cache.slots(), step.x, out);
+    });
+  };
+  EXPECT_EQ(refusal(good, cache.host()), "");
+  RandomStep bad = good;
+  bad.x.pop_back();
+  EXPECT_NE(refusal(bad, cache.host()).find("511"), std::string::npos);
+  bad = good;
+  bad.positions[1] = -5;
+  EXPECT_NE(refusal(bad, cache.host()).find("position -5"), std::string::npos);
+  bad = good;
+  bad.slots[0] = 512;
+  EXPECT_NE(refusal(bad, cache.host()).find("slot 512 of 512"), std::string::npos);
+  bad = good;
+  bad.picks[12] = 512;
+  EXPECT_NE(refusal(bad, cache.host()).find("row 1 picks slot 512"), std::string::npos);
+  bad = good;
+  bad.pick_offsets[2] = 99;
+  EXPECT_NE(refusal(bad, cache.host()).find("picks 10 to 99 of 43"), std::string::npos);
+  bad = good;
+  bad.picks.assign(5000, 3);
+  bad.pick_offsets = {0, 1, 2050};
+  EXPECT_NE(refusal(bad, cache.host()).find("at most 2048"), std::string::npos);
+  HostCache overlapping = cache.host();
+  overlapping.page_stride = 64 * 1152 - 2;
+  EXPECT_NE(refusal(good, overlapping).find("73726 bytes apart"), std::string::npos);
+  EXPECT_NE(refusal(good, HostCache{}).find("a page of 64 rows"), std::string::npos);
 }
 
 TEST(DecodeReference, RoutingTellsTheChoiceAndItsGap) {

@@ -91,8 +91,8 @@ std::vector<float> reduce(std::span<const float> residual,
 // cache rows are written. Runs on the calling thread; deterministic; a row's result depends on no
 // other row, except through cache rows that its picks name. `routing`, if given, becomes [rows]
 // (empty choices for padding).
-// Throws InvalidArgument for sizes that do not match, positions < 0, picks outside [0, slots of the
-// cache) when cache_slots > 0, more than 2048 picks a row.
+// Throws InvalidArgument for sizes that do not match, no cache, pages that overlap, positions < 0,
+// picks outside [0, slots of the cache) when cache_slots > 0, more than 2048 picks a row.
 void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
                          const StepInput& step, const HostCache& cache, std::int64_t cache_slots,
                          std::span<const std::uint16_t> x_in, std::span<std::uint16_t> x_out,

@@ -14,6 +14,7 @@
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/gpu.h"
 #include "ops/decode_layer/cuda/bench_fill.h"
 #include "ops/decode_layer/cuda/chain_sm90.h"
@@ -31,18 +32,6 @@ double median(std::vector<double> v) {
   std::sort(v.begin(), v.end());
   return v[v.size() / 2];
 }
-
-class OwnedStream {
- public:
-  OwnedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  ~OwnedStream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 // Replays of what `enqueue` puts into the stream, microseconds.
 std::vector<double> time_graph(cudaStream_t stream, int samples,
@@ -365,7 +354,7 @@ class GpuDecodeBench final : public DecodeBench {
                         rows.picks.data()});
     }
     op.set_layers(layers);
-    const OwnedStream stream;
+    const cuda::OwnedStream stream;
     const auto step = [&](int first) {
       return DecodeStep{count, first == 0 ? rows.x.data() : rows.out.data(), rows.out.data(),
                         rows.positions.data(), rows.slots.data()};
@@ -381,12 +370,12 @@ class GpuDecodeBench final : public DecodeBench {
     Chain chain(o_, plan, rows);
     const auto reset = [&] {
       PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(chain.x.data(), rows.x.data(), rows.x.bytes(),
-                                          cudaMemcpyDeviceToDevice, stream.get()));
+                                          cudaMemcpyDeviceToDevice, stream.handle));
     };
     reset();
     for (int i = 0; i < o_.layers; ++i) {
-      chain.run(stream.get(), layers, i, 1);
-      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
+      chain.run(stream.handle, layers, i, 1);
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.handle));
       point.distinct_experts += static_cast<double>(chain.distinct()) / o_.layers;
     }
     const WeightLayout w = weight_layout(shape);
@@ -394,24 +383,24 @@ class GpuDecodeBench final : public DecodeBench {
     point.bytes = static_cast<double>(w.up_gate) + expert * (1.0 + point.distinct_experts) +
                   static_cast<double>(kv_row_bytes(shape.kv_format)) * o_.picks * count;
 
-    if (o_.check) check_rows(op, chain, rows, layers, stream.get(), point);
+    if (o_.check) check_rows(op, chain, rows, layers, stream.handle, point);
 
     const auto per_layer = [&](std::vector<double> us) {
       for (double& t : us) t /= o_.layers;
       return us;
     };
-    point.single_us = per_layer(time_graph(stream.get(), o_.samples, [&] {
-      for (int i = 0; i < o_.layers; ++i) op.run(Stream{stream.get()}, step(i), i, 1);
+    point.single_us = per_layer(time_graph(stream.handle, o_.samples, [&] {
+      for (int i = 0; i < o_.layers; ++i) op.run(Stream{stream.handle}, step(i), i, 1);
     }));
     op.check();
     point.fused_us = per_layer(time_graph(
-        stream.get(), o_.samples, [&] { op.run(Stream{stream.get()}, step(0), 0, o_.layers); }));
+        stream.handle, o_.samples, [&] { op.run(Stream{stream.handle}, step(0), 0, o_.layers); }));
     op.check();
     if (o_.chain) {
       point.chain_launches = kChainLaunches * chain.groups();
       reset();
       point.chain_us = per_layer(time_graph(
-          stream.get(), o_.samples, [&] { chain.run(stream.get(), layers, 0, o_.layers); }));
+          stream.handle, o_.samples, [&] { chain.run(stream.handle, layers, 0, o_.layers); }));
     }
     if (o_.timeline) read_timeline(op, point);
     return point;
