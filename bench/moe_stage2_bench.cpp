@@ -83,7 +83,7 @@ struct Setup {
   DeviceBuffer<float> act_scales, weight_scales, token_weight;
   DeviceBuffer<std::int32_t> expert_rows, words, scratch;
   DeviceBuffer<RowOrigin> origin;
-  DeviceBuffer<RowPlace> place, inverse;
+  DeviceBuffer<RowPlace> place, inverse, home;
   DeviceBuffer<std::uint32_t> counters, flags;
   DeviceBuffer<unsigned char> runs, landing;
   DeviceBuffer<std::uint16_t> dense, out;
@@ -91,6 +91,17 @@ struct Setup {
   PlanOutputs plan_out;
   GroupedGemmMaps maps{};
 };
+
+// What the operator has the plan do besides.
+PlanExtras plan_extras(const Setup& s) {
+  PlanExtras extras;
+  extras.chunk_counters = s.counters.data();
+  extras.counters = s.plan_in.tile_capacity;
+  extras.inverse = s.home.data();
+  extras.slots = static_cast<std::int64_t>(s.home.size());
+  extras.rank = 0;
+  return extras;
+}
 
 Setup make_setup(const Model& model, std::int64_t tokens, const Options& options) {
   Setup s;
@@ -145,6 +156,7 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.expert_rows = DeviceBuffer<std::int32_t>(mine.expert_rows);
   s.origin = DeviceBuffer<RowOrigin>(mine.origin);
   s.inverse = DeviceBuffer<RowPlace>(inverse);
+  s.home = DeviceBuffer<RowPlace>(inverse.size());
   const auto tiles = static_cast<std::size_t>(mine.tiles());
   const std::int64_t stride = worst_rows_per_pair(s.shape);
   s.words = DeviceBuffer<std::int32_t>(2 + 3 * tiles + (tiles + 1) * kMaxRanks +
@@ -185,8 +197,8 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.out = DeviceBuffer<std::uint16_t>(static_cast<std::size_t>(tokens) * h);
   s.maps = make_gemm_maps(s.act.data(), s.capacity, s.weight.data(), s.shape.experts_per_rank(),
                           model.hidden, model.intermediate);
-  PENSTOCK_CUDA_CHECK(launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(), s.counters.data(),
-                                       mine.tiles(), nullptr));
+  PENSTOCK_CUDA_CHECK(
+      launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(), plan_extras(s), nullptr));
   PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
   return s;
 }
@@ -448,9 +460,8 @@ int measure(const Options& options) {
       }
       variants.push_back({"plan",
                           [&](cudaStream_t on) {
-                            PENSTOCK_CUDA_CHECK(
-                                launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(),
-                                                 s.counters.data(), s.plan_in.tile_capacity, on));
+                            PENSTOCK_CUDA_CHECK(launch_plan_sm90(
+                                s.plan_in, s.plan_out, s.scratch.data(), plan_extras(s), on));
                           },
                           0.0,
                           static_cast<double>(s.capacity) * 28.0,

@@ -333,8 +333,13 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     in.top_k = shape_.top_k;
     in.reserved = reserved_rows(shape_);
     in.tile_capacity = o.tiles;
-    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), counters_.data(),
-                                         (o.tiles + chunk - 1) / chunk, on));
+    PlanExtras extras;
+    extras.chunk_counters = counters_.data();
+    extras.counters = (o.tiles + chunk - 1) / chunk;
+    extras.inverse = inverse_.data();
+    extras.slots = o.tokens * shape_.top_k;
+    extras.rank = rank_;
+    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), extras, on));
 
     TablesArgs tables;
     tables.guard = post_.guard;
@@ -343,8 +348,6 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     tables.state = state_.data();
     tables.report = report();
     tables.plan = plan_;
-    tables.inverse = inverse_.data();
-    tables.slots = o.tokens * shape_.top_k;
     PENSTOCK_CUDA_CHECK(launch_tables_sm90(tables, where_, on));
 
     ShipArgs ship;
@@ -406,7 +409,6 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     invert.window = window_->local();
     invert.state = state_.data();
     invert.report = report();
-    invert.plan = plan_;
     invert.inverse = inverse_.data();
     invert.slots = o.tokens * shape_.top_k;
     invert.ranks = shape_.ranks;
