@@ -36,7 +36,7 @@ struct StageBenchOptions {
   int warmup = 3;
   bool graph = false;  // whole calls are captured and replayed
   std::int32_t tiles_per_chunk = 0;
-  std::int32_t copy_ctas = 8;
+  std::int32_t copy_ctas = 0;  // 0: by the shape
   std::uint64_t seed = 2026;
   std::string nccl = "libnccl.so.2";
 };
