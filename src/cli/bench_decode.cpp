@@ -21,7 +21,8 @@ constexpr double kShardBound = 5e-3;
 struct Options {
   std::string shape = "glm5";
   std::string backend = "auto";
-  int tp = 0;  // 0: the most that the shape allows
+  int tp = 0;    // 0: the most that the shape allows
+  int gpus = 0;  // 0: all that are there
   std::vector<int> rows = {1, 2, 4, 8, 16};
   int context = 8192;
   int picks = 0;
@@ -87,6 +88,13 @@ decode::DecodeBenchOptions gpu_options(const Options& options) {
   o.context = options.context;
   o.samples = options.samples > 0 ? options.samples : 15;
   o.sm_budget = options.sm_budget;
+  o.gpus = options.gpus;
+  const auto there = static_cast<int>(describe_gpus().cards.size());
+  if (options.gpus == 0) {
+    o.gpus = 1;
+    while (o.gpus * 2 <= std::min(there, o.shape.ranks)) o.gpus *= 2;
+    if (options.stages) o.gpus = 1;
+  }
   o.chain = !options.no_chain;
   o.check = options.check;
   o.timeline = options.stages;
@@ -209,6 +217,11 @@ void add_shape_options(CLI::App& sub, Options& options) {
                  "GPU: distinct sets of weights, used in turn, so that none is in L2")
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
+  sub.add_option(
+         "--gpus", options.gpus,
+         "GPU: shards that run at once, with all-reduces between them, one a GPU; more than "
+         "there are GPUs share them; default all GPUs, 1 with --stages")
+      ->check(CLI::IsMember({1, 2, 4, 8}));
   sub.add_option("--sm-budget", options.sm_budget, "GPU: multiprocessors to use; 0: all")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

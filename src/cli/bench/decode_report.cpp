@@ -76,7 +76,10 @@ Json decode_line(const decode::DecodeBenchOptions& options, const decode::Decode
   j["weight_sets"] = options.sets;
   j["kv_bytes_per_row"] = decode::kv_row_bytes(shape.kv_format);
   j["weights"] = "fp8 128x128";
-  j["all_reduce"] = shape.ranks > 1 ? "packets of all ranks to itself" : "own packets";
+  j["gpus"] = options.gpus;
+  j["all_reduce"] = options.gpus > 1  ? fmt::format("over {} shards", options.gpus)
+                    : shape.ranks > 1 ? "packets of all ranks to itself"
+                                      : "own packets";
   j["method"] = "CUDA graph of all layers, events; us a layer";
   j["grid"] = point.grid;
   j["ring_slots"] = point.ring_slots;
@@ -125,7 +128,11 @@ std::string decode_table(const decode::DecodeBenchOptions& options,
       "layer\n",
       decode::describe(options.shape), options.layers, options.sets, options.picks,
       decode::kv_row_bytes(options.shape.kv_format));
-  if (options.shape.ranks > 1) {
+  if (options.gpus > 1) {
+    text += fmt::format(
+        "{} shards at once, all-reduces over these; time of the slowest; check: equal bits\n",
+        options.gpus);
+  } else if (options.shape.ranks > 1) {
     text += "the shard alone: all-reduces exchange the packets of all ranks with itself\n";
   }
   Table table({"rows", "MB", "floor", "launch a layer", "one launch", "goal", "fraction", "chain",

@@ -23,6 +23,11 @@ struct DecodeBenchOptions {
   int samples = 15;    // graph replays kept, behind two that are not
   int sm_budget = 0;
   int device = 0;
+  // Shards that run at once, a power of two up to shape.ranks: ranks 0 to gpus - 1, each on a GPU
+  // of its own or, if there are fewer, sharing multiprocessors; all-reduces go over these. 1: one
+  // shard without peers. More than one: no chain, and the check is that all of them get the same
+  // bits.
+  int gpus = 1;
   bool chain = true;      // time the chain of separate kernels too
   bool check = false;     // compare the kernel's rows with the chain's on every set
   bool timeline = false;  // the kernel keeps SM clocks; costs a little

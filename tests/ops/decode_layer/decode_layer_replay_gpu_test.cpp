@@ -310,6 +310,35 @@ TEST_P(DecodeLayerLate, AStallBeyondTheDeadlineNamesRankStageAndCta) {
   }
 }
 
+// Shards of four ranks of which two are there, as benchmarks run them on two GPUs.
+TEST(DecodeLayerGpu, FewerRanksPresentAddTheirOwnPartsAlone) {
+  const DecodeShape s = group_shape(4, 2);
+  const RandomLayer layer(s, 58);
+  const RandomCache pages(s.kv_format, 16, 77);
+  const RandomStep step(s, pages.slots(), {100, 64}, 59);
+  DecodeOptions options;
+  options.present = 2;
+  options.sm_budget = 66;
+  options.deadline_s = 5 * slowdown();
+  std::vector<std::unique_ptr<Rig>> rigs;
+  std::vector<void*> windows;
+  for (const int rank : {0, 1}) {
+    DecodeShape of_rank = s;
+    of_rank.rank = rank;
+    rigs.push_back(std::make_unique<Rig>(of_rank, options, layer, pages));
+    windows.push_back(rigs.back()->op.window());
+  }
+  for (const auto& rig : rigs) rig->op.connect(windows);
+  for (const auto& rig : rigs) rig->upload(step);
+  for (const auto& rig : rigs) rig->launch(2);
+  const Bits out = rigs[0]->result(2);
+  EXPECT_EQ(rigs[1]->result(2), out);
+  std::vector<StageValues> values;
+  for (const auto& rig : rigs) values.push_back(read_stages(rig->op, rig->shape, 2, 0));
+  compare_reductions(values, step, static_cast<std::size_t>(s.hidden), 0, 2, floats(out),
+                     "two of four ranks");
+}
+
 TEST(DecodeLayerGpu, AMissingPeerIsAFaultAndRearmGoesOn) {
   const DecodeShape s = group_shape(4, 1);
   const RandomLayer layer(s, 26);
@@ -398,6 +427,9 @@ TEST(DecodeLayerGpu, RefusalsNameTheValue) {
   DecodeOptions options;
   options.sm_budget = 1000;
   EXPECT_NE(refusal([&] { DecodeLayer(s, options); }).find("budget of 1000"), std::string::npos);
+  options.sm_budget = 0;
+  options.present = 3;
+  EXPECT_NE(refusal([&] { DecodeLayer(s, options); }).find("3 ranks present"), std::string::npos);
 }
 
 // Stage clocks of every CTA and layer: none missing, none before its predecessor.

@@ -16,7 +16,7 @@
 #include "core/cuda/device_buffer.h"
 #include "core/cuda/stream.h"
 #include "fabric/gpu.h"
-#include "ops/decode_layer/cuda/bench_fill.h"
+#include "ops/decode_layer/cuda/bench_sides.h"
 #include "ops/decode_layer/cuda/chain_sm90.h"
 #include "ops/decode_layer/cuda/inspect.h"
 #include "penstock/core/error.h"
@@ -27,11 +27,6 @@ namespace penstock::decode {
 namespace {
 
 using cuda::DeviceBuffer;
-
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
 
 // Replays of what `enqueue` puts into the stream, microseconds.
 std::vector<double> time_graph(cudaStream_t stream, int samples,
@@ -67,44 +62,10 @@ std::vector<double> time_graph(cudaStream_t stream, int samples,
   return us;
 }
 
-// The rows of one point on the device.
-struct Rows {
-  int rows;
-  DeviceBuffer<std::int32_t> offsets, picks, positions;
-  DeviceBuffer<std::int64_t> slots;
-  DeviceBuffer<std::uint16_t> x, out;
-  std::vector<std::uint16_t> x_host;
-
-  Rows(const DecodeBenchOptions& o, int count) : rows(count) {
-    std::mt19937 random(9);
-    std::vector<std::int32_t> offsets_host = {0};
-    std::vector<std::int32_t> picks_host;
-    std::vector<std::int64_t> slots_host;
-    for (int s = 0; s < rows; ++s) {
-      std::vector<std::int32_t> all(static_cast<std::size_t>(o.context));
-      std::iota(all.begin(), all.end(), s * o.context);
-      std::shuffle(all.begin(), all.end(), random);
-      picks_host.insert(picks_host.end(), all.begin(), all.begin() + o.picks);
-      offsets_host.push_back(static_cast<std::int32_t>(picks_host.size()));
-      slots_host.push_back(all[0]);
-    }
-    std::normal_distribution<float> unit;
-    x_host.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(o.shape.hidden));
-    for (auto& v : x_host) v = Bf16::from_float(unit(random)).bits;
-    offsets = DeviceBuffer<std::int32_t>(offsets_host);
-    picks = DeviceBuffer<std::int32_t>(picks_host);
-    positions = DeviceBuffer<std::int32_t>(
-        std::vector<std::int32_t>(static_cast<std::size_t>(rows), o.context - 1));
-    slots = DeviceBuffer<std::int64_t>(slots_host);
-    x = DeviceBuffer<std::uint16_t>(x_host);
-    out = DeviceBuffer<std::uint16_t>(x_host.size());
-  }
-};
-
 // Buffers of the chain of separate kernels.
 class Chain {
  public:
-  Chain(const DecodeBenchOptions& o, const DecodePlan& plan, const Rows& rows) : rows_(rows) {
+  Chain(const DecodeBenchOptions& o, const DecodePlan& plan, const BenchRows& rows) : rows_(rows) {
     const DecodeShape& s = o.shape;
     const auto r = static_cast<std::size_t>(rows.rows);
     const auto heads = static_cast<std::size_t>(plan.heads);
@@ -214,7 +175,7 @@ class Chain {
             l.page_stride, l.pick_offsets + row, l.picks};
   }
 
-  const Rows& rows_;
+  const BenchRows& rows_;
   ChainArguments base_{};
   DeviceBuffer<std::uint16_t> n_, c_, c_q_, q_, q_lat_, o_lat_, o_, y_, mid_;
   DeviceBuffer<float> partial_, softmax_, scores_;
@@ -239,20 +200,6 @@ std::vector<double> row_errors(const std::vector<std::uint16_t>& got,
     errors.push_back(std::isfinite(relative) ? relative : INFINITY);
   }
   return errors;
-}
-
-// The `count` best of score + bias, the lower index before an equal one.
-std::vector<int> best_experts(std::span<const float> scores, std::span<const float> bias,
-                              int count) {
-  std::vector<int> order(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int x, int y) {
-    const auto a = static_cast<std::size_t>(x);
-    const auto b = static_cast<std::size_t>(y);
-    return scores[a] + bias[a] > scores[b] + bias[b];
-  });
-  order.resize(static_cast<std::size_t>(count));
-  return order;
 }
 
 // How a row's routing differs; nothing if both sides chose the same experts.
@@ -296,42 +243,8 @@ class GpuDecodeBench final : public DecodeBench {
             [&] { return "decode_layer on a GPU: " + refusal; });
     cuda::require_sm90(o_.device);
     PENSTOCK_CUDA_CHECK(cudaSetDevice(o_.device));
-    const DecodeShape& shape = o_.shape;
-    validate(shape);
-    require(!shape.dense && shape.kv_format == KvFormat::kFp8Scaled, ErrorKind::kUnsupported, [] {
-      return std::string("the decode benchmark runs MoE layers over cache rows of 656 bytes");
-    });
-    require(
-        o_.layers >= 2 && o_.sets >= 1 && o_.samples >= 1 && o_.picks >= 1 &&
-            o_.picks <= kMaxPicks && o_.picks <= o_.context && o_.context % kPageTokens == 0,
-        ErrorKind::kInvalidArgument, [&] {
-          return fmt::format(
-              "decode benchmark: {} layers, {} sets, {} samples, {} picks of a context of {}: at "
-              "least 2 layers, 1 set and sample, picks from 1 to {} and to the context, which is "
-              "a multiple of {}",
-              o_.layers, o_.sets, o_.samples, o_.picks, o_.context, kMaxPicks, kPageTokens);
-        });
-    const std::int64_t slots = static_cast<std::int64_t>(o_.context) * shape.rows;
-    const std::int64_t bytes = weight_layout(shape).bytes;
-    std::size_t free = 0;
-    std::size_t total = 0;
-    PENSTOCK_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    const std::int64_t needed = o_.sets * (bytes + slots / kPageTokens * kPageStride);
-    require(needed < static_cast<std::int64_t>(free), ErrorKind::kResourceExhausted, [&] {
-      return fmt::format(
-          "decode benchmark: {} sets of weights and caches take {} MB, the GPU has {}: "
-          "use fewer --sets",
-          o_.sets, needed >> 20, free >> 20);
-    });
-    for (int i = 0; i < o_.sets; ++i) {
-      weights_.emplace_back(static_cast<std::size_t>(bytes));
-      caches_.emplace_back(static_cast<std::size_t>(slots / kPageTokens * kPageStride));
-      PENSTOCK_CUDA_CHECK(fill_decode_weights(shape, weights_.back().data(),
-                                              1000U * static_cast<unsigned>(i + 1), nullptr));
-      PENSTOCK_CUDA_CHECK(fill_decode_cache(caches_.back().data(), slots, kPageStride,
-                                            5U + static_cast<unsigned>(i), nullptr));
-    }
-    PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+    validate_bench(o_);
+    sets_ = BenchSets(o_);
   }
 
   DecodeBenchPoint run(int count) override {
@@ -346,13 +259,8 @@ class GpuDecodeBench final : public DecodeBench {
     how.sm_budget = o_.sm_budget;
     how.timeline = o_.timeline;
     DecodeLayer op(shape, how);
-    const Rows rows(o_, count);
-    std::vector<LayerBinding> layers;
-    for (int i = 0; i < o_.layers; ++i) {
-      const auto set = static_cast<std::size_t>(i % o_.sets);
-      layers.push_back({weights_[set].data(), caches_[set].data(), kPageStride, rows.offsets.data(),
-                        rows.picks.data()});
-    }
+    const BenchRows rows(o_, count);
+    const std::vector<LayerBinding> layers = sets_.bindings(o_, rows);
     op.set_layers(layers);
     const cuda::OwnedStream stream;
     const auto step = [&](int first) {
@@ -378,10 +286,7 @@ class GpuDecodeBench final : public DecodeBench {
       PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.handle));
       point.distinct_experts += static_cast<double>(chain.distinct()) / o_.layers;
     }
-    const WeightLayout w = weight_layout(shape);
-    const double expert = static_cast<double>(w.norm_input - w.up_gate) / (shape.experts + 1);
-    point.bytes = static_cast<double>(w.up_gate) + expert * (1.0 + point.distinct_experts) +
-                  static_cast<double>(kv_row_bytes(shape.kv_format)) * o_.picks * count;
+    point.bytes = bench_bytes(o_, count, point.distinct_experts);
 
     if (o_.check) check_rows(op, chain, rows, layers, stream.handle, point);
 
@@ -407,17 +312,13 @@ class GpuDecodeBench final : public DecodeBench {
   }
 
  private:
-  static constexpr std::int64_t kPageStride =
-      kPageTokens * static_cast<std::int64_t>(kv_row_bytes(KvFormat::kFp8Scaled));
-
   // Every row of the kernel against the chain's, one layer of each set. `op` has not run yet.
-  void check_rows(DecodeLayer& op, Chain& chain, const Rows& rows,
+  void check_rows(DecodeLayer& op, Chain& chain, const BenchRows& rows,
                   std::span<const LayerBinding> layers, cudaStream_t stream,
                   DecodeBenchPoint& point) const {
     const DecodeShape& shape = o_.shape;
     const int launches = op.launches(rows.rows);
     const auto experts = static_cast<std::size_t>(shape.experts);
-    std::vector<float> bias(experts);
     point.check_error = 0;
     point.narrowest_gap = INFINITY;
     for (int set = 0; set < std::min(o_.sets, o_.layers); ++set) {
@@ -429,9 +330,7 @@ class GpuDecodeBench final : public DecodeBench {
              set, 1);
       PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
       op.check();
-      PENSTOCK_CUDA_CHECK(cudaMemcpy(
-          bias.data(), weights_[static_cast<std::size_t>(set)].data() + weight_layout(shape).bias,
-          experts * sizeof(float), cudaMemcpyDeviceToHost));
+      const std::vector<float> bias = sets_.bias(shape, static_cast<std::size_t>(set));
       const std::vector<double> errors =
           row_errors(rows.out.download(), chain.x.download(), rows.rows);
       const std::vector<Chain::Choice> choices = chain.choices();
@@ -500,12 +399,13 @@ class GpuDecodeBench final : public DecodeBench {
   }
 
   DecodeBenchOptions o_;
-  std::vector<DeviceBuffer<std::uint8_t>> weights_, caches_;
+  BenchSets sets_;
 };
 
 }  // namespace
 
 std::unique_ptr<DecodeBench> make_gpu_decode_bench(const DecodeBenchOptions& options) {
+  if (options.gpus > 1) return make_group_decode_bench(options);
   return std::make_unique<GpuDecodeBench>(options);
 }
 
