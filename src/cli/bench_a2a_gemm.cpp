@@ -46,6 +46,11 @@ double median_of(const Point& point, std::string_view name) {
   }
   return 0.0;
 }
+// The unfused form's time over the fused one's, both by copy engine; 0 if one is missing.
+double fusing_gain(const Point& point) {
+  const double fused = median_of(point, "copy_engine");
+  return fused > 0.0 ? median_of(point, bench::kA2aUnfused) / fused : 0.0;
+}
 // What speed-ups are against: NCCL and the library's GEMM where they are there, else the operator
 // unfused.
 std::string_view baseline(const Point& point) {
@@ -122,6 +127,7 @@ bench::Json line_of(const Options& options, const Point& point, const bench::Var
                       {"row_block_rows", point.config.row_block_rows},
                       {"band", point.config.band},
                       {"auto_fuses", point.config.fuse},
+                      {"fusing_gain", fusing_gain(point)},
                       {"graph", options.common.graph},
                       {"variant", r.variant.name}};
   line.update(point.facts);
@@ -171,6 +177,14 @@ std::string table(const Options& options, const Ranks& ranks, std::string_view m
                 verdict(r, options.common.check)});
     }
     text += rows.text();
+    if (const std::string left_out = point.facts.value("left_out", ""); !left_out.empty()) {
+      text += fmt::format("left out: {}\n", left_out);
+    }
+    if (const double gain = fusing_gain(point); gain > 0.0) {
+      text += fmt::format("fusing {} here: unfused takes {:.3f} of its time; auto {}\n",
+                          gain > 1.0 ? "pays" : "does not pay", gain,
+                          point.config.fuse ? "fuses" : "does not fuse");
+    }
   }
   return text;
 }

@@ -126,11 +126,26 @@ __device__ bool wait_for_piece(const GemmArgs& args, int source, int block, int 
 
 // ---- chunks in rotation
 
+// Into the L2: this CTA's half of W for all steps of a chunk. W is there however late the chunk is,
+// and behind a wait all CTAs ask for it at once.
+__device__ __forceinline__ void prefetch_w(const GemmArgs& args, const CUtensorMap* map, int slab,
+                                           int column) {
+  const int row = slab * args.columns + column * kTileColumns +
+                  static_cast<int>(cluster_cta_rank()) * (kTileColumns / kClusterCtas);
+#pragma unroll 1
+  for (int kb = 0; kb < args.steps; ++kb) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+                 "r"(kb * kStepBytes), "r"(row)
+                 : "memory");
+  }
+}
+
 template <bool kTraced>
 class SeenGate {
  public:
   using Job = ChunkJob<false, kTraced>;
-  __device__ SeenGate(const Job& job, Seen& seen) : job_(job), seen_(seen) {}
+  __device__ SeenGate(const Job& job, const CUtensorMap* w, Seen& seen)
+      : job_(job), w_(w), seen_(seen) {}
 
   // The copying thread. After a failed wait no wait is made any more: the kernel runs to its end
   // over whatever is there and publishes nothing.
@@ -140,7 +155,7 @@ class SeenGate {
     std::uint64_t wanted = 0;
     if constexpr (kTraced) wanted = Job::Stamp::now();
     if (args.arrived != nullptr && source != args.rank && has_rows && !failed_) {
-      failed_ = !seen(source, job_.row_block(place), step);
+      failed_ = !seen(source, job_.row_block(place), step, place.column);
     }
     Job::Stamp::chunk(args, linear, step, source, wanted);
     return source;
@@ -164,11 +179,14 @@ class SeenGate {
  private:
   static constexpr int kSeenBits = kSeenWords * 32;
 
-  __device__ bool seen(int source, int block, int step) {
+  __device__ bool seen(int source, int block, int step, int column) {
     const int bit = source * job_.args().row_blocks + block;
     if (bit >= kSeenBits) return wait_for_piece(job_.args(), source, block, step);
+    bool fetched = false;
     while ((in_block(seen_.bits[bit / 32]).load(::cuda::memory_order_acquire) >> (bit % 32) & 1u) ==
            0) {
+      if (!fetched) prefetch_w(job_.args(), w_, source, column);
+      fetched = true;
       // The watching warp ends each wait by its bit or by this.
       if (in_block(seen_.failed).load(::cuda::memory_order_relaxed) != 0) return false;
     }
@@ -191,6 +209,7 @@ class SeenGate {
   }
 
   const Job& job_;
+  const CUtensorMap* w_;
   Seen& seen_;
   bool failed_ = false;
 };
@@ -353,7 +372,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kThreads,
   } else {
     Seen& seen = *reinterpret_cast<Seen*>(storage + kGateOffset);
     if (threadIdx.x == 0) seen = Seen{};
-    SeenGate<kTraced> gate(job, seen);
+    SeenGate<kTraced> gate(job, &maps.w, seen);
     run_roles<kFormat>(job, maps, shared, nullptr, gate, [&] { gate.watch(); });
   }
   if (threadIdx.x == 0 && args.finished != nullptr) publish_consumed(args);

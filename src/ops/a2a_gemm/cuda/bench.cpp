@@ -428,7 +428,10 @@ class Bench {
     result.machine = state.name;
     result.driver = state.driver_version;
     result.shared_gpu = !team_->agree(rank_->sms() == sms);
-    result.config = choose(options_.shape, team_->rank(), {}, options_.row_block_rows);
+    Machine machine;  // as the operators see it
+    machine.sms = gemm_ctas(*rank_, 0, options_.copy_ctas, "a2a_gemm");
+    machine.shared_gpu = shares_gpu(*rank_);
+    result.config = choose(options_.shape, team_->rank(), machine, options_.row_block_rows);
     const auto& rows = options_.shape.rows;
     const auto busiest =
         static_cast<std::int32_t>(std::max_element(rows.begin(), rows.end()) - rows.begin());

@@ -154,6 +154,7 @@ class CudaGemmA2a final : public GemmA2a, public RearmHook {
                       options_.copy_ctas, "gemm_a2a");
     Machine machine;
     machine.sms = ctas_;
+    machine.shared_gpu = shares_gpu(*device_rank_);
     // Every rank has to come to the same pieces, whatever SMs it has.
     config_ = choose(shape_, rank_, machine,
                      choose(shape_, rank_, {}, options_.row_block_rows).row_block_rows);

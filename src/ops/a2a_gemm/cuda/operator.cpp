@@ -168,6 +168,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
                       "a2a_gemm");
     Machine machine;
     machine.sms = ctas_;
+    machine.shared_gpu = shares_gpu(*device_rank_);
     config_ = choose(shape_, rank_, machine, options_.row_block_rows);
     if (options_.fuse != Fuse::kAuto) config_.fuse = options_.fuse == Fuse::kAlways;
     layout_ = window_layout(shape_, config_.row_block_rows, false);
@@ -482,18 +483,22 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
 
 }  // namespace
 
+bool shares_gpu(const cuda::DeviceRank& rank) {
+  int available = 0;
+  const ScopedDevice scope(rank.device());
+  PENSTOCK_CUDA_CHECK(
+      cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, rank.device()));
+  return rank.sms() < available;
+}
+
 std::int32_t gemm_ctas(const cuda::DeviceRank& rank, std::int32_t copy_ctas, std::int32_t asked,
                        const char* what) {
   require(asked >= 2 && asked <= kMostCopyCtas && asked % 2 == 0, ErrorKind::kInvalidArgument, [&] {
     return fmt::format("{}: copy_ctas is {}; give an even number from 2 to {}", what, asked,
                        kMostCopyCtas);
   });
-  int available = 0;
-  const ScopedDevice scope(rank.device());
-  PENSTOCK_CUDA_CHECK(
-      cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, rank.device()));
   std::int32_t ctas = rank.sms() - copy_ctas;
-  if (rank.sms() < available) ctas -= kSmsForLocalCopies;
+  if (shares_gpu(rank)) ctas -= kSmsForLocalCopies;
   ctas -= ctas % kClusterCtas;
   require(ctas >= kClusterCtas, ErrorKind::kUnsupported, [&] {
     return fmt::format(

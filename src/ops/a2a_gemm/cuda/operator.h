@@ -21,6 +21,8 @@ std::unique_ptr<GemmA2a> make_cuda_gemm_a2a(std::shared_ptr<cuda::DeviceRank> ra
 // a GPU may be done by SMs. `asked` is Options::copy_ctas. Throws InvalidArgument, Unsupported.
 std::int32_t gemm_ctas(const cuda::DeviceRank& rank, std::int32_t copy_ctas, std::int32_t asked,
                        const char* what);
+// Whether other ranks have a share of this rank's GPU.
+bool shares_gpu(const cuda::DeviceRank& rank);
 // Throws InvalidArgument unless x, w, out (fp8: x_scales) lie on 16 bytes.
 void check_alignment(const Operands& o, bool scales, const char* what);
 // Collective. Options::device, -1 resolved; Unsupported on every rank where one has no GPU.
