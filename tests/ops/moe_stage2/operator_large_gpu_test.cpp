@@ -1,6 +1,6 @@
-// The CUDA operator at 2,048 to 16,384 tokens a rank: every row the same on all ways home, and
-// sampled tokens against the reference, bit for bit, and against f64. Operands follow from their
-// index, so that the reference makes the rows that it needs and no others.
+// The CUDA operator at 2,048 to 16,384 tokens a rank, and past 4 GiB of rows: every row the same on
+// all ways home, and sampled tokens against the reference, bit for bit, and against f64. Operands
+// follow from their index, so that the reference makes the rows that it needs and no others.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <span>
 
 #include "core/cuda/device_buffer.h"
 #include "ops/moe_stage2/gpu_team.h"
@@ -20,7 +21,6 @@ namespace {
 using cuda::DeviceBuffer;
 
 constexpr std::array<std::int64_t, 4> kTokens{2048, 4096, 8192, 16384};
-constexpr std::int64_t kMostTokens = 16384;
 constexpr int kSamples = 24;  // tokens of a rank and call, the first and the last among them
 
 // A rank's operands. Elements of act and its scales repeat with prime periods.
@@ -221,10 +221,12 @@ double error_of(const Sample& sample, const std::vector<Bf16>& out, std::size_t 
 
 class MoeStage2LargeGpuTest : public GpuTeamTest {
  protected:
-  static void check(WireFormat wire) {
-    const Shape shape = make_shape(ranks(), 4, 3, kMostTokens, 1.5, wire);
-    const std::int64_t tiles = (ranks() * kMostTokens * shape.top_k + kTileRows - 1) / kTileRows +
-                               shape.experts_per_rank();
+  // Calls of each token count in each pattern, on the first `variants` ways home.
+  static void check(const Shape& shape, std::span<const std::int64_t> token_counts, int patterns,
+                    std::size_t variants) {
+    const std::int64_t tiles =
+        (ranks() * shape.max_tokens_per_rank * shape.top_k + kTileRows - 1) / kTileRows +
+        shape.experts_per_rank();
     std::vector<Numbers> numbers;
     for (int r = 0; r < ranks(); ++r) numbers.emplace_back(shape, r);
     std::vector<SourceRows> sources(static_cast<std::size_t>(ranks()));
@@ -232,14 +234,14 @@ class MoeStage2LargeGpuTest : public GpuTeamTest {
       const int self = team->rank();
       ScopedStream stream;
       std::vector<std::unique_ptr<MoeStage2>> operators;
-      for (const Variant& v : kVariants) {
+      for (const Variant& v : std::span(kVariants).first(variants)) {
         operators.push_back(make_cuda_moe_stage2(rank, shape, options_of(v, 0)));
         operators.back()->prepare(stream.get());
       }
       const DeviceNumbers device(numbers[static_cast<std::size_t>(self)], shape, tiles);
       const auto h = static_cast<std::size_t>(shape.hidden);
-      for (const std::int64_t most : kTokens) {
-        for (int p = 0; p < kPatternCount; ++p) {
+      for (const std::int64_t most : token_counts) {
+        for (int p = 0; p < patterns; ++p) {
           Shape part = shape;
           part.max_tokens_per_rank = most;
           const Routing routing = make_routing(part, static_cast<Pattern>(p), 29, p);
@@ -275,7 +277,8 @@ class MoeStage2LargeGpuTest : public GpuTeamTest {
               continue;
             }
             EXPECT_EQ(wrong_rows(sample, out, h), 0) << where;
-            EXPECT_LT(error_of(sample, out, h), wire == WireFormat::kFp8 ? 5e-2 : 1e-2) << where;
+            EXPECT_LT(error_of(sample, out, h), shape.wire == WireFormat::kFp8 ? 5e-2 : 1e-2)
+                << where;
             first = std::move(out);
           }
         }
@@ -284,8 +287,25 @@ class MoeStage2LargeGpuTest : public GpuTeamTest {
   }
 };
 
-TEST_P(MoeStage2LargeGpuTest, Fp8RowsMatchTheReferenceInEveryPattern) { check(WireFormat::kFp8); }
-TEST_P(MoeStage2LargeGpuTest, Bf16RowsMatchTheReferenceInEveryPattern) { check(WireFormat::kBf16); }
+TEST_P(MoeStage2LargeGpuTest, Fp8RowsMatchTheReferenceInEveryPattern) {
+  check(make_shape(ranks(), 4, 3, kTokens.back(), 1.5, WireFormat::kFp8), kTokens, kPatternCount,
+        std::size(kVariants));
+}
+TEST_P(MoeStage2LargeGpuTest, Bf16RowsMatchTheReferenceInEveryPattern) {
+  check(make_shape(ranks(), 4, 3, kTokens.back(), 1.5, WireFormat::kBf16), kTokens, kPatternCount,
+        std::size(kVariants));
+}
+
+// 4.6 GB of rows in one run.
+TEST_P(MoeStage2LargeGpuTest, RowsBeyond4GiBMatchTheReference) {
+  if (ranks() != 1) GTEST_SKIP() << "one rank has all rows in one run";
+  constexpr std::array<std::int64_t, 1> kFew{40'000};
+  Shape shape = make_shape(1, 8, 8, kFew[0], 1.0, WireFormat::kBf16);
+  shape.hidden = 7168;
+  shape.intermediate = 128;
+  ASSERT_GT(reserved_rows(shape) * wire_row_bytes(shape.hidden, shape.wire), std::int64_t{1} << 32);
+  check(shape, kFew, 1, 1);
+}
 
 INSTANTIATE_TEST_SUITE_P(Ranks, MoeStage2LargeGpuTest, placements(), name_of);
 
