@@ -170,6 +170,7 @@ int run(const Command& command, const Options& options) {
                 {"memory_bytes", memory_bytes()},
                 {"ranks", ranks.size()},
                 {"rank_kind", ranks.kind()},
+                {"rank_source", ranks.source()},
                 {"gpus", gpus_json(found)},
                 {"self_test", transports},
                 {"ok", found.ok()}});

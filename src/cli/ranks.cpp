@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "cli/command.h"
 #include "fabric/gpu.h"
 #include "penstock/core/error.h"
 
@@ -43,6 +44,7 @@ Ranks::Ranks(const RankOptions& options) : options_(options), size_(options.rank
   if (options.processes) {
     TeamOptions team;
     team.deadline = deadline_of(options);
+    print_log("penstock: " + describe(discover(team)));
     team_ = connect_team(team);
     size_ = team_->size();
     if (!team_->agree(gpu_refusal_.empty()) && gpu_refusal_.empty()) {

@@ -22,8 +22,9 @@ void add_rank_options(CLI::App& subcommand, RankOptions& options, int least);
 // The ranks of one command: threads of this process, or processes of which this is one.
 class Ranks {
  public:
-  // With --processes: joins the team that torchrun, MPI or SLURM variables describe. Prepares the
-  // process for CUDA unless the CPU alone was asked for.
+  // With --processes: joins the team that torchrun, MPI or SLURM variables describe, and each
+  // process says on standard error who it is and which of them won. Prepares the process for CUDA
+  // unless the CPU alone was asked for.
   explicit Ranks(const RankOptions& options);
 
   int size() const { return size_; }
@@ -31,6 +32,10 @@ class Ranks {
   bool leads() const { return team_ == nullptr || team_->rank() == 0; }
   // "threads" or "processes".
   std::string kind() const { return team_ == nullptr ? "threads" : "processes"; }
+  // Where rank and size were found: "in-process", or the winner of the variables, e.g. "torchrun".
+  std::string source() const {
+    return team_ == nullptr ? "in-process" : std::string(team_->source());
+  }
   // Why GPUs take no part; empty if they do. Equal on every rank. Throws Unsupported with the
   // reason if --backend cuda demands them.
   const std::string& gpu_refusal() const { return gpu_refusal_; }

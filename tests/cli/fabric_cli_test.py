@@ -71,7 +71,15 @@ class Doctor(unittest.TestCase):
         report = json.loads(first)
         self.assertTrue(report["ok"])
         self.assertEqual((report["ranks"], report["rank_kind"]), (2, "processes"))
+        self.assertEqual(report["rank_source"], "torchrun")
         self.assertEqual(len(report["self_test"]), 3)
+
+    def test_the_source_that_won_is_printed(self):
+        mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        for env, source in ((mpi, "mpi"), ({**mpi, **torchrun}, "torchrun")):
+            done = run_cli("doctor", "--processes", "--backend", "cpu", "--bytes", "8", env=env)
+            self.assertIn(f"rank 0 of 1 (local rank 0) from {source}, rendezvous at".encode(), done.stderr)
 
     def test_a_missing_gpu_is_said_and_never_passed_over(self):
         if has_gpu():
