@@ -131,13 +131,13 @@ StageErrors compare(Rig& rig, const RandomStep& step, int rows) {
 
   const std::vector<float> x = floats(step.x);
   const std::vector<float> c = read_box(box, p.box_qkv_a, rows, p.qkv_a.blocks, p.qkv_a.packets,
-                                        p.qkv_a.block_tiles * 8, s.q_lora + kKvRow);
+                                        p.qkv_a.block_tiles * kTileRows, s.q_lora + kKvRow);
   add("qkv_a", c, ref.qkv_a(x, rows));
   const std::vector<float> q = read_box(box, p.box_q_b, rows, p.q_b.blocks, p.q_b.packets,
-                                        p.q_b.block_tiles * 8, p.heads * kQueryHead);
+                                        p.q_b.block_tiles * kTileRows, p.heads * kQueryHead);
   add("q_b", q, ref.q_b(c, rows, step.positions));
   const std::vector<float> q_lat = read_box(box, p.box_uk, rows, p.uk.blocks, p.uk.packets,
-                                            p.uk.block_tiles * 8, p.heads * kLatent);
+                                            p.uk.block_tiles * kTileRows, p.heads * kLatent);
   add("uk", q_lat, ref.uk(q, rows));
 
   std::vector<std::uint8_t> new_cache = rig.device_cache.download();
@@ -197,10 +197,10 @@ StageErrors compare(Rig& rig, const RandomStep& step, int rows) {
   const std::vector<float> y = read_box(
       window,
       p.win_attention + static_cast<std::int64_t>(s.rank) * p.capacity * p.grid * p.o.packets, rows,
-      p.grid, p.o.packets, p.o.block_tiles * 8, s.hidden);
+      p.grid, p.o.packets, p.o.block_tiles * kTileRows, s.hidden);
   add("o", y, ref.o(o, rows));
   const std::vector<float> a =
-      read_box(box, p.box_a, rows, p.grid, p.o.packets, p.o.block_tiles * 8, s.hidden);
+      read_box(box, p.box_a, rows, p.grid, p.o.packets, p.o.block_tiles * kTileRows, s.hidden);
   add("reduce", a,
       reduce(std::span(x).subspan(0, a.size()), std::vector(static_cast<std::size_t>(s.ranks), y)));
   std::vector<float> scores;
@@ -224,7 +224,7 @@ StageErrors compare(Rig& rig, const RandomStep& step, int rows) {
 
   const std::vector<float> y2 = read_box(
       window, p.win_experts + static_cast<std::int64_t>(s.rank) * p.capacity * p.grid * p.o.packets,
-      rows, p.grid, p.o.packets, p.o.block_tiles * 8, s.hidden);
+      rows, p.grid, p.o.packets, p.o.block_tiles * kTileRows, s.hidden);
   std::vector<float> mids;
   std::vector<float> mid_want;
   std::vector<float> y2_got;

@@ -42,6 +42,14 @@ struct DecodeOptions {
   bool timeline = false;   // keep the SM clock at the end of every stage
 };
 
+// A stall on purpose, for tests: before stage `stage` (its place in stage_names()) of every layer,
+// CTA `cta` of this rank (-1: all of them) does nothing for `seconds`.
+struct DecodeStall {
+  int stage = 0;
+  int cta = -1;
+  double seconds = 0;  // 0: no stall
+};
+
 // Construct, set_layers, then run() as often as wanted.
 //
 // Determinism: equal inputs give equal bits, whatever the launch, transport or graph. A row's bits
@@ -76,6 +84,11 @@ class DecodeLayer {
   void run(Stream stream, const DecodeStep& step, int first, int count);
   int rows_per_launch() const noexcept;
   int launches(int rows) const noexcept;
+
+  // Holds this rank up in all launches enqueued from now on (captured graphs keep what they were
+  // captured with). Results do not change; a stall beyond the deadline of a wait for it is a fault.
+  // Throws InvalidArgument for a stage or CTA that does not exist or a negative time.
+  void set_stall(const DecodeStall& stall);
 
   // Throws Fault with the record if a wait of any finished launch expired; outputs since are void.
   void check() const;

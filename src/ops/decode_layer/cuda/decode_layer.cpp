@@ -98,8 +98,7 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   }
   const double deadline = options.deadline_s > 0 ? options.deadline_s : Env::deadline_s();
   a.deadline_ns = static_cast<std::uint64_t>(deadline * 1e9);
-  a.by_up_gate_chunks = divisor(plan.up_gate.chunks);
-  a.by_mid_packets = divisor(plan.up_gate.tiles);
+  a.by_up_gate_tiles = divisor(plan.up_gate.tiles);
   a.boxes = allocate<std::uint8_t>(2 * plan.box_packets * 16);
   a.window = allocate<std::uint8_t>(2 * plan.win_packets * 16);
   a.counter = allocate<std::uint32_t>(4);
@@ -218,6 +217,24 @@ void DecodeLayer::run(Stream stream, const DecodeStep& step, int first, int coun
     cuda::check(static_cast<cudaError_t>(launch_decode_sm90(a, stream.handle)),
                 "launch of the decode layer kernel");
   }
+}
+
+void DecodeLayer::set_stall(const DecodeStall& stall) {
+  State& s = *state_;
+  const int grid = s.plans[0].grid;
+  require(stall.stage >= 0 && stall.stage < kStageCount && stall.cta >= -1 && stall.cta < grid &&
+              stall.seconds >= 0 && stall.seconds <= 3600,
+          ErrorKind::kInvalidArgument, [&] {
+            return fmt::format(
+                "decode_layer: a stall before stage {} of CTA {} for {} s; stages are 0 to {}, "
+                "CTAs -1 (all) to {}, seconds 0 to 3600",
+                stall.stage, stall.cta, stall.seconds, static_cast<int>(kStageCount) - 1, grid - 1);
+          });
+  require(kKernelStalls || stall.seconds == 0, ErrorKind::kUnsupported,
+          [] { return std::string("decode_layer: this build's kernel has no stalls for tests"); });
+  s.arguments.stall_stage = stall.stage;
+  s.arguments.stall_cta = stall.cta;
+  s.arguments.stall_ns = static_cast<std::uint64_t>(stall.seconds * 1e9);
 }
 
 void DecodeLayer::check() const {

@@ -1,10 +1,10 @@
 // One GLM-5 MoE decoder layer (or several in a row) as one persistent launch on sm_90a.
 //
-// One CTA an SM, 16 warps that compute and one that copies. Every computing warp has a ring of
-// weight units of its own, which the producer warp keeps full from the warp's static list, so
-// weights of later stages arrive while the CTA waits for data; only the experts' units wait for the
-// routing. Values cross CTAs as packets (12 bytes and their tag), polled in place.
-// docs/decode-layer.md has stages, hand-offs and their predicted cost.
+// One CTA an SM, 16 warps that compute, one that copies and three that prepare the new cache rows.
+// Every computing warp has a ring of weight units of its own, which the producer warp keeps full
+// from the warp's static list, so weights of later stages arrive while the CTA waits for data; only
+// the experts' units wait for the routing. Values cross CTAs as packets (12 bytes and their tag),
+// polled in place. docs/decode-layer.md has stages, hand-offs and their predicted cost.
 //
 // Tags. A counter in memory holds the number of layers done; the tag of a layer is that number with
 // the top bit set, its low bit picks one of two mailbox halves. Every CTA produces a block of each
@@ -27,17 +27,19 @@ enum Stream : int { kQkvA, kQB, kUk, kUv, kO, kRouter, kShared, kRouted, kDown, 
 
 constexpr std::uint32_t kFullMask = 0xffffffffU;
 constexpr int kMaxRingSlots = 5;
-constexpr int kBlock = kThreads + 32;  // and the producer warp
-constexpr int kOutPitch = 64;          // columns of a block, 8 tiles
-constexpr int kKvPitch =
-    2 * kKvRow + 16;                   // bytes; 16 mod 128, so that ldmatrix meets no bank twice
-constexpr int kProbabilityPitch = 40;  // bf16
+constexpr int kRowWarps = 3;  // prepare the new cache rows
+constexpr int kBlock = kThreads + 32 + 32 * kRowWarps;
+constexpr int kOutPitch = 64;                       // columns of a block, 4 tiles
+constexpr int kProbabilityPitch = kSplitPicks + 8;  // bf16
 constexpr int kMaxPairs = 8 * (kMaxTopK + 1);
+constexpr int kMaxActive = 8 * kMaxTopK + 1;
 
+// A run of chunks, each `chunk_units` units of `bytes` bytes, contiguous in memory.
 struct Segment {
   const std::uint8_t* base;
-  int units;  // 0: the stream has no more
-  int bytes;  // of a unit
+  int chunks;  // 0: the stream has no more
+  int chunk_units;
+  int bytes;
 };
 
 struct Fixed {
@@ -54,12 +56,15 @@ struct Fixed {
   float top_weight[8][kMaxTopK];
   int top_expert[8][kMaxTopK];
   std::uint32_t active_bits[kMaxExperts / 32];
-  std::uint16_t active[kMaxExperts + 1];  // [0] is the shared expert, then routed ones, ascending
+  std::uint16_t active[kMaxActive + 1];  // [0] is the shared expert, then routed ones, ascending
   alignas(16) std::uint8_t
-      position[(kMaxExperts + 1) * 8];  // [active][row]: 0, or 1 + index among the row's experts
+      position[kMaxActive * 8];  // [active][row]: 0, or 1 + index among the row's experts
   int active_count;
   int routed_begin, routed_end;  // up/gate tiles of this CTA
-  float running_max[kHeadGroup], running_sum[kHeadGroup], rescale[kHeadGroup];
+  float split_max[kHeadGroup], split_sum[kHeadGroup];
+  int rows_wanted;            // 1 + the layer up to which the new cache rows are asked for
+  int rows_ready[kRowWarps];  // 1 + the layer whose rows lie ready, by their warp
+  int picks_fresh;            // this layer's picks name a new row (or this CTA stores one)
   float split_weight[kMaxSplits];
   std::int64_t slot[8];
   int dead;
@@ -81,7 +86,8 @@ __device__ __forceinline__ int quotient(int x, const Divisor& d) {
 constexpr std::uint64_t kGiveUp = ~std::uint64_t{0};
 __device__ __noinline__ std::uint64_t give_up(const DecodeArguments& a, Fixed& f,
                                               std::uint64_t start, int layer, int stage, int index,
-                                              std::uint32_t expected, std::uint32_t seen) {
+                                              std::uint32_t expected, std::uint32_t seen,
+                                              int peer = -1) {
   volatile int* dead = &f.dead;
   if (*dead != 0) return kGiveUp;
   volatile std::uint32_t* abort_word = a.counter + 2;
@@ -97,7 +103,7 @@ __device__ __noinline__ std::uint64_t give_up(const DecodeArguments& a, Fixed& f
   if (late && atomicCAS(a.counter + 2, 0U, 1U) == 0U) {
     FaultRecord& r = *a.fault;
     r.rank = a.plan.rank;
-    r.peer = -1;
+    r.peer = peer >= 0 ? peer : a.plan.rank;
     r.op = layer;
     r.stage = stage;
     r.region = static_cast<std::int32_t>(blockIdx.x);
@@ -112,11 +118,15 @@ __device__ __noinline__ std::uint64_t give_up(const DecodeArguments& a, Fixed& f
   return kGiveUp;
 }
 
-template <int R>
-constexpr int kLogRows = R == 1   ? 0
-                         : R == 2 ? 1
-                         : R == 4 ? 2
-                                  : 3;
+__device__ __noinline__ void hold(std::uint64_t ns) {
+  std::uint64_t begin;
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(200);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < ns);
+}
 
 // All N packets, every load of a round in flight at once.
 template <int N, bool kSystem = false>
@@ -127,12 +137,16 @@ __device__ __forceinline__ void poll_packets(const DecodeArguments& a, Fixed& f,
   std::uint64_t start = 0;
   while (true) {
     const uint4* late = nullptr;
+    int which = -1;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       to[i] = kSystem ? load_system_packet(from[i]) : load_local_packet(from[i]);
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) late = to[i].w == tag ? late : from[i];
+    for (int i = 0; i < N; ++i) {
+      late = to[i].w == tag ? late : from[i];
+      if constexpr (kSystem) which = to[i].w == tag ? which : min(i, a.plan.ranks - 1);
+    }
     if (late == nullptr) return;
     // One late packet stands for the rest: polling them all would take bandwidth from those who
     // compute them.
@@ -140,10 +154,10 @@ __device__ __forceinline__ void poll_packets(const DecodeArguments& a, Fixed& f,
       const uint4 x = kSystem ? load_system_packet(late) : load_local_packet(late);
       if (x.w == tag) break;
       if ((++rounds & 127U) == 0) {
-        start =
-            give_up(a, f, start, layer, stage,
-                    static_cast<int>((reinterpret_cast<const std::uint8_t*>(late) - a.boxes) / 16),
-                    tag, x.w);
+        const std::uint8_t* base = kSystem ? a.window : a.boxes;
+        start = give_up(a, f, start, layer, stage,
+                        static_cast<int>((reinterpret_cast<const std::uint8_t*>(late) - base) / 16),
+                        tag, x.w, which);
         if (start == kGiveUp) return;
       }
     }
@@ -294,6 +308,120 @@ __device__ __noinline__ void gather_rows(const DecodeArguments& a, Fixed& f, std
   finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, gains, q.eps);
 }
 
+// The same for at most two packets a thread and row: they stay in registers until the norm is
+// known, so that a row is written once, as f16. 8 rows of 1024 packets: 22 us by gather_rows.
+template <int R, bool kNorm>
+__device__ __noinline__ void gather_held(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
+                                         const RowGather& q0) {
+  const RowGather q = q0;
+  const DecodePlan& p = a.plan;
+  const int tid = static_cast<int>(threadIdx.x);
+  const int warp = tid / 32;
+  const int lane = tid % 32;
+  const int total = q.used_blocks * q.packets;
+  const int pitch = q.blocks * q.packets;
+  int at[2];
+  int column[2];
+  int n[2];  // values of the packet that count
+  float2 gains[2][3];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int place = tid + k * kThreads;
+    at[k] = min(place, total - 1);
+    const int block = at[k] / q.packets;
+    const int first = (at[k] - block * q.packets) * kPacketValues;
+    column[k] = block * q.block_columns + first;
+    n[k] = place < total ? min(q.block_columns - first, q.columns - column[k]) : 0;
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        gains[k][i] = 2 * i < n[k] ? __ldg(reinterpret_cast<const float2*>(q.gain + column[k]) + i)
+                                   : make_float2(0.0F, 0.0F);
+      }
+    }
+  }
+  std::uint32_t x[2][R][3];
+  float v[R];
+#pragma unroll
+  for (int s = 0; s < R; ++s) v[s] = 0.0F;
+  // 8 packets in flight a thread, or both of each row where there are fewer rows.
+  constexpr int kPlaces = R < 8 ? 2 : 1;
+#pragma unroll
+  for (int k0 = 0; k0 < 2; k0 += kPlaces) {
+    const uint4* from[kPlaces * R];
+    uint4 got[kPlaces * R];
+#pragma unroll
+    for (int i = 0; i < kPlaces * R; ++i) {
+      from[i] = q.box + min(i % R, p.rows - 1) * pitch + at[k0 + i / R];
+    }
+    if (k0 == 0 || total > kThreads) {
+      poll_packets<kPlaces * R>(a, f, q.layer, q.tag, from, got, q.stage);
+    }
+#pragma unroll
+    for (int i = 0; i < kPlaces * R; ++i) {
+      const int k = k0 + i / R;
+      const int s = i % R;
+      x[k][s][0] = n[k] > 0 ? got[i].x : 0U;
+      x[k][s][1] = n[k] > 2 ? got[i].y : 0U;
+      x[k][s][2] = n[k] > 4 ? got[i].z : 0U;
+#pragma unroll
+      for (int j = 0; j < 3; ++j) v[s] = add_pair<kNorm>(v[s], x[k][s][j]);
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < R; ++s) {
+    v[s] = kNorm ? warp_sum(v[s]) : warp_max(v[s]);
+    if (lane == 0) f.reduce[warp][s] = v[s];
+  }
+  sync_compute();
+  float all = f.reduce[0][lane % R];  // lane s: row s
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    const float of_warp = f.reduce[w][lane % R];
+    all = kNorm ? all + of_warp : fmaxf(all, of_warp);
+  }
+  float mine;
+  if constexpr (kNorm) {
+    mine = rsqrtf(all / static_cast<float>(q.columns) + q.eps);
+  } else {
+    float up;
+    row_scale(all, mine, up);
+    if (tid < R) f.row_up[tid] = up;
+  }
+#pragma unroll
+  for (int s = 0; s < R; ++s) {
+    if (s >= p.rows) break;
+    const float down = __shfl_sync(kFullMask, mine, s);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column[k] * 2);
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        if (2 * j >= n[k]) continue;
+        float low = bf16_low(x[k][s][j]) * down;
+        float high = bf16_high(x[k][s][j]) * down;
+        if constexpr (kNorm) {
+          const std::uint32_t rounded = pack_bf16(low * gains[k][j].x, high * gains[k][j].y);
+          low = bf16_low(rounded);
+          high = bf16_high(rounded);
+        }
+        to[j] = pack_f16(low, high);
+      }
+    }
+  }
+  sync_compute();
+}
+
+template <int R, bool kNorm>
+__device__ __forceinline__ void gather(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
+                                       const RowGather& q) {
+  if (q.used_blocks * q.packets <= 2 * kThreads) {
+    gather_held<R, kNorm>(a, f, act, q);
+  } else {
+    gather_rows<R, kNorm>(a, f, act, q);
+  }
+}
+
 // The launch's input rows, from memory.
 template <int R>
 __device__ __noinline__ void load_input(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
@@ -319,8 +447,8 @@ __device__ __noinline__ void load_input(const DecodeArguments& a, Fixed& f, std:
   }
   for (int i = tid; i < p.rows * kOutPitch; i += kThreads) {
     const int s = i / kOutPitch;
-    const int column = cta * p.o.block_tiles * 8 + i % kOutPitch;
-    f.own[i] = i % kOutPitch < p.o.block_tiles * 8 && column < p.hidden
+    const int column = cta * p.o.block_tiles * kTileRows + i % kOutPitch;
+    f.own[i] = i % kOutPitch < p.o.block_tiles * kTileRows && column < p.hidden
                    ? __uint_as_float(static_cast<std::uint32_t>(
                                          a.x_in[static_cast<std::int64_t>(s) * p.hidden + column])
                                      << 16)
@@ -339,7 +467,7 @@ __device__ __noinline__ void reduce_columns(const DecodeArguments& a, Fixed& f, 
   const int tid = static_cast<int>(threadIdx.x);
   const int cta = static_cast<int>(blockIdx.x);
   const int packets = p.o.packets;
-  const int columns = p.o.block_tiles * 8;
+  const int columns = p.o.block_tiles * kTileRows;
   const std::int64_t rank_pitch = static_cast<std::int64_t>(p.capacity) * p.grid * packets;
   for (int i = tid; i < p.rows * packets; i += kThreads) {
     const int s = i / packets;
@@ -421,16 +549,16 @@ __device__ __noinline__ void publish_block(const DecodeArguments& a, const Fixed
 struct Cursor {
   int layer, stream, segment;
 };
-// A stream is a sequence of segments, contiguous units; warp w takes the units w, w + 16, ... of
+// A stream is a sequence of segments, contiguous chunks; warp w takes the chunks w, w + 16, ... of
 // the sequence.
 __device__ __forceinline__ Segment block_segment(const DecodePlan& p, const std::uint8_t* weights,
                                                  int segment, const MatrixPlan& m) {
   const int cta = static_cast<int>(blockIdx.x);
   const int block = cta + segment * p.grid;
-  if (block >= m.blocks) return {nullptr, 0, 0};
+  if (block >= m.blocks) return {nullptr, 0, 0, 0};
   const int tile = block * m.block_tiles;
-  return {weights + static_cast<std::int64_t>(tile) * m.chunks * m.unit_bytes(),
-          min(m.block_tiles, m.tiles - tile) * m.chunks, m.unit_bytes()};
+  return {weights + static_cast<std::int64_t>(tile) * m.units * m.unit_bytes(),
+          min(m.block_tiles, m.tiles - tile) * m.chunks, m.chunk_units, m.unit_bytes()};
 }
 __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const Fixed& f,
                                                 const Cursor& c) {
@@ -448,21 +576,21 @@ __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const 
     case kUv: {
       bytes = p.uv.unit_bytes();
       const int task = cta + c.segment * p.grid;
-      if (task >= p.uv_tasks(p.rows)) return {nullptr, 0, 0};
-      const int units = p.uv_part_tiles() * p.uv.chunks;
+      if (task >= p.uv_tasks(p.rows)) return {nullptr, 0, 0, 0};
       return {weights + a.weights.uv +
-                  static_cast<std::int64_t>(task % (p.heads * p.uv_parts)) * units * bytes,
-              units, bytes};
+                  static_cast<std::int64_t>(task % (p.heads * p.uv_parts)) * p.uv_part_tiles() *
+                      p.uv.units * bytes,
+              p.uv_part_tiles() * p.uv.chunks, p.uv.chunk_units, bytes};
     }
     case kO:
       return block_segment(p, weights + a.weights.o, c.segment, p.o);
     case kRouter: {
       bytes = p.router_unit_k * 2;
       const int first = cta * p.router_rows;
-      if (c.segment > 0 || first >= p.experts) return {nullptr, 0, 0};
+      if (c.segment > 0 || first >= p.experts) return {nullptr, 0, 0, 0};
       return {
           weights + a.weights.router + static_cast<std::int64_t>(first) * p.router_chunks * bytes,
-          min(p.router_rows, p.experts - first) * p.router_chunks, bytes};
+          min(p.router_rows, p.experts - first) * p.router_chunks, 1, bytes};
     }
     case kShared:
     case kRouted: {
@@ -471,27 +599,28 @@ __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const 
       int end = (cta + 1) * p.up_gate.tiles / p.grid;
       int expert = p.experts;
       if (c.stream == kRouted) {
-        const int index = quotient(f.routed_begin, a.by_mid_packets) + c.segment;
+        const int index = quotient(f.routed_begin, a.by_up_gate_tiles) + c.segment;
         begin = max(0, f.routed_begin - index * p.up_gate.tiles);
         end = min(p.up_gate.tiles, f.routed_end - index * p.up_gate.tiles);
-        if (begin >= end) return {nullptr, 0, 0};
+        if (begin >= end) return {nullptr, 0, 0, 0};
         expert = f.active[1 + index];
       } else if (c.segment > 0) {
-        return {nullptr, 0, 0};
+        return {nullptr, 0, 0, 0};
       }
       return {weights + a.weights.up_gate +
-                  (static_cast<std::int64_t>(expert) * p.up_gate.tiles + begin) * p.up_gate.chunks *
+                  (static_cast<std::int64_t>(expert) * p.up_gate.tiles + begin) * p.up_gate.units *
                       bytes,
-              (end - begin) * p.up_gate.chunks, bytes};
+              (end - begin) * p.up_gate.chunks, p.up_gate.chunk_units, bytes};
     }
     default: {
       bytes = p.down.unit_bytes();
-      if (c.segment >= f.active_count) return {nullptr, 0, 0};
+      if (c.segment >= f.active_count) return {nullptr, 0, 0, 0};
       const int tile = cta * p.down.block_tiles;
       return {weights + a.weights.down +
                   (static_cast<std::int64_t>(f.active[c.segment]) * p.down.tiles + tile) *
-                      p.down.chunks * bytes,
-              min(p.down.block_tiles, p.down.tiles - tile) * p.down.chunks, bytes};
+                      p.down.units * bytes,
+              min(p.down.block_tiles, p.down.tiles - tile) * p.down.chunks, p.down.chunk_units,
+              bytes};
     }
   }
 }
@@ -512,8 +641,10 @@ __device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::ui
   volatile int* listed_layer = &f.listed_layer;
   Cursor c{0, 0, 0};
   const std::uint8_t* from = nullptr;
-  int skip = lane;
-  int left = 0;
+  int skip = lane;  // chunks from the segment at the cursor to the next one of this list
+  int left = 0;     // chunks of the current segment from the current one on
+  int units = 0;    // of the current chunk, still to copy
+  int chunk_units = 0;
   int bytes = 0;
   std::uint32_t issued = 0;
   std::uint32_t slot = 0;
@@ -521,7 +652,7 @@ __device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::ui
   bool done = lane >= kWarps;
   while (*dead == 0) {
     if (!done && left <= 0) {
-      // On to the segment that holds the next unit, `skip` units from the segment at the cursor.
+      // On to the segment that holds the next chunk.
       while (true) {
         if (c.layer >= a.layers) {
           done = true;
@@ -530,7 +661,7 @@ __device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::ui
         if (c.stream >= kRouted && c.layer > *routed_layer) break;
         __threadfence_block();
         const Segment s = next_segment(a, f, c);
-        if (s.units == 0) {
+        if (s.chunks == 0) {
           c.segment = 0;
           skip = lane;
           if (++c.stream == kStreams) {
@@ -539,27 +670,33 @@ __device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::ui
           }
           continue;
         }
-        if (c.stream == kDown && skip >= s.units) {  // all of its segments are equally long
-          c.segment += skip / s.units;
-          skip %= s.units;
+        if (c.stream == kDown && skip >= s.chunks) {  // all of its segments are equally long
+          c.segment += skip / s.chunks;
+          skip %= s.chunks;
           continue;
         }
         ++c.segment;
-        if (skip < s.units) {
-          from = s.base + skip * s.bytes;
-          left = s.units - skip;
+        if (skip < s.chunks) {
+          from = s.base + static_cast<std::int64_t>(skip) * s.chunk_units * s.bytes;
+          left = s.chunks - skip;
+          chunk_units = s.chunk_units;
+          units = chunk_units;
           bytes = s.bytes;
           break;
         }
-        skip -= s.units;
+        skip -= s.chunks;
       }
     }
     if (left > 0 && issued - load_acquire_shared(consumed) < slots) {
       bulk_load(ring + slot * kSlotBytes, from, static_cast<std::uint32_t>(bytes),
                 barriers + slot * 8U, policy);
-      from += kWarps * bytes;
-      left -= kWarps;
-      if (left <= 0) skip = -left;
+      from += bytes;
+      if (--units == 0) {
+        units = chunk_units;
+        from += (kWarps - 1) * chunk_units * bytes;
+        left -= kWarps;
+        if (left <= 0) skip = -left;
+      }
       ++issued;
       if (++slot == slots) slot = 0;
     }
@@ -579,6 +716,289 @@ __device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::ui
   }
 }
 
+// A warp's place in its ring.
+struct RingPlace {
+  std::uint32_t base, barriers, consumed;  // shared addresses
+  int slots;
+  int slot;
+  std::uint32_t parity;
+  std::uint32_t used;
+};
+
+// Address of the next unit in shared memory, arrived.
+__device__ __forceinline__ std::uint32_t acquire(const DecodeArguments& a, Fixed& f, int layer,
+                                                 const RingPlace& r) {
+  const std::uint32_t barrier = r.barriers + static_cast<std::uint32_t>(r.slot) * 8U;
+  std::uint32_t rounds = 0;
+  std::uint64_t start = 0;
+  while (!barrier_try_wait(barrier, r.parity)) {
+    if ((++rounds & 127U) == 0) {
+      start = give_up(a, f, start, layer, kStageCount, r.slot, 0, 0);
+      if (start == kGiveUp) break;
+    }
+  }
+  return r.base + static_cast<std::uint32_t>(r.slot) * kSlotBytes;
+}
+__device__ __forceinline__ void release(RingPlace& r) {
+  __syncwarp();
+  ++r.used;
+  if (threadIdx.x % 32 == 0) store_release_shared(r.consumed, r.used);
+  if (++r.slot == r.slots) {
+    r.slot = 0;
+    r.parity ^= 1U;
+  }
+}
+
+// 16 output rows x 64 columns: weights of rows 0-7 and 8-15, activations of this lane's row.
+__device__ __forceinline__ void add_group(float (&sum)[4], const uint4& low, const uint4& high,
+                                          std::uint32_t row, float scale_low, float scale_high) {
+  const uint4 x0 = load_shared(row);
+  const uint4 x1 = load_shared(row + 16U);
+  float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+  mma_f16(d, widen_e4m3(low.x), widen_e4m3(high.x), widen_e4m3(low.x >> 16),
+          widen_e4m3(high.x >> 16), x0.x, x0.y);
+  mma_f16(d, widen_e4m3(low.y), widen_e4m3(high.y), widen_e4m3(low.y >> 16),
+          widen_e4m3(high.y >> 16), x0.z, x0.w);
+  mma_f16(d, widen_e4m3(low.z), widen_e4m3(high.z), widen_e4m3(low.z >> 16),
+          widen_e4m3(high.z >> 16), x1.x, x1.y);
+  mma_f16(d, widen_e4m3(low.w), widen_e4m3(high.w), widen_e4m3(low.w >> 16),
+          widen_e4m3(high.w >> 16), x1.z, x1.w);
+  sum[0] += scale_low * d[0];
+  sum[1] += scale_low * d[1];
+  sum[2] += scale_high * d[2];
+  sum[3] += scale_high * d[3];
+}
+
+// Sum of a chunk, `units` units from the ring: output rows lane / 4 (sum[0], sum[1]) and lane / 4 +
+// 8 (sum[2], sum[3]) for activation rows 2 (lane % 4) and the next. `row`: where in shared memory
+// activation row lane / 4 has the chunk's first column of this lane (16 (lane % 4)). f32 within 64
+// columns, then scaled sums in column order.
+__device__ __forceinline__ void chunk_product(const DecodeArguments& a, Fixed& f, int layer,
+                                              RingPlace& ring, int units, int unit_k,
+                                              std::uint32_t row, float (&sum)[4]) {
+  const std::uint32_t lane16 = threadIdx.x % 32U * 16U;
+  row = pin(row);
+#pragma unroll 1
+  for (int u = 0; u < units; ++u) {
+    const std::uint32_t unit = acquire(a, f, layer, ring) + lane16;
+    const float4 scale =
+        take_shared_f32(unit - lane16 + static_cast<std::uint32_t>(kTileRows * unit_k));
+    const uint4 w0 = take_shared(unit);
+    const uint4 w1 = take_shared(unit + 512U);
+    if (unit_k == kUnitColumns) {
+      const uint4 w2 = take_shared(unit + 1024U);
+      const uint4 w3 = take_shared(unit + 1536U);
+      release(ring);
+      add_group(sum, w0, w1, row, scale.x, scale.y);
+      add_group(sum, w2, w3, row + 128U, scale.z, scale.w);
+      row += 256U;
+    } else {
+      release(ring);
+      add_group(sum, w0, w1, row, scale.x, scale.y);
+      row += 128U;
+    }
+  }
+}
+
+// A chunk's sums as [output row][activation row].
+template <int R>
+__device__ __forceinline__ void store_chunk(float* to, const float (&sum)[4]) {
+  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  if constexpr (R == 1) {
+    if (t == 0) {
+      to[g] = sum[0];
+      to[g + 8] = sum[2];
+    }
+  } else {
+    if (2 * t < R) {
+      *reinterpret_cast<float2*>(to + g * R + 2 * t) = make_float2(sum[0], sum[1]);
+      *reinterpret_cast<float2*>(to + (g + 8) * R + 2 * t) = make_float2(sum[2], sum[3]);
+    }
+  }
+}
+
+// One block: `tiles` tiles x m.chunks chunks, [tile][chunk], whose first has the linear number
+// `first` in the warps' lists, times `rows` activation rows from shared address `from` on. Leaves
+// the sums, in chunk order, in f.out[row][tile * 16 + output row], times f.row_up[row] if `scaled`.
+// Not inlined, for the instruction cache's sake.
+struct BlockJob {
+  int first, tiles, rows, stride, layer;
+  std::uint32_t from;
+  bool scaled;
+};
+template <int R>
+__device__ __noinline__ RingPlace block_product(const DecodeArguments& a, Fixed& f, float* partial,
+                                                const MatrixPlan& m, const BlockJob job,
+                                                RingPlace ring) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int warp = tid / 32;
+  const int lane = tid % 32;
+  const int chunks = m.chunks;
+  const int chunk_bytes = m.chunk_units * m.unit_k * 2;
+  const std::uint32_t row =
+      job.from +
+      static_cast<std::uint32_t>(min(lane / 4, job.rows - 1) * job.stride + lane % 4 * 32);
+  const int wave_tiles = min(kWaveChunks / chunks, 4);
+  for (int tile0 = 0; tile0 < job.tiles; tile0 += wave_tiles) {
+    const int count = min(wave_tiles, job.tiles - tile0);
+    int i = (warp - job.first - tile0 * chunks) & (kWarps - 1);
+    int chunk = i % chunks;
+    for (; i < count * chunks; i += kWarps) {
+      float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+      chunk_product(a, f, job.layer, ring, m.chunk_units, m.unit_k,
+                    row + static_cast<std::uint32_t>(chunk * chunk_bytes), sum);
+      store_chunk<R>(partial + i * kTileRows * R, sum);
+      chunk += kWarps;
+      while (chunk >= chunks) chunk -= chunks;
+    }
+    sync_compute();
+    const int s = tid & (R - 1);
+    const int tile = tid / (kTileRows * R);
+    if (tile < count && s < job.rows) {
+      const float* from = partial + tile * chunks * kTileRows * R + tid % (kTileRows * R);
+      float sum = 0.0F;
+#pragma unroll 8
+      for (int k = 0; k < chunks; ++k) sum += from[k * kTileRows * R];
+      if (job.scaled) sum *= f.row_up[s];
+      f.out[s * kOutPitch + (tile0 + tile) * kTileRows + tid / R % kTileRows] = sum;
+    }
+    sync_compute();
+  }
+  return ring;
+}
+
+__device__ __forceinline__ std::uint8_t* cache_row(const DecodeArguments& a, int layer,
+                                                   std::int64_t slot) {
+  const LayerArguments& l = a.layer[layer];
+  return l.kv + slot / kPageTokens * l.page_stride + slot % kPageTokens * kv_row_bytes(a.kv_format);
+}
+
+// A new cache row as attention reads it, by one warp; one CTA a row also stores it.
+__device__ __forceinline__ void new_row(const DecodeArguments& a, Fixed& f, int layer,
+                                        std::uint32_t tag, const uint4* box, int s,
+                                        std::uint8_t* fresh) {
+  const DecodePlan& p = a.plan;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  auto* row = reinterpret_cast<std::uint32_t*>(fresh + s * kKeyPitch);
+  const int in_columns = p.qkv_a.block_tiles * kTileRows;
+  const int block0 = p.q_lora / in_columns;
+  const int total = (p.qkv_a.blocks - block0) * p.qkv_a.packets;
+  const uint4* base = box + p.box_qkv_a +
+                      (static_cast<std::int64_t>(s) * p.qkv_a.blocks + block0) * p.qkv_a.packets;
+  for (int q0 = lane; q0 < total; q0 += 128) {
+    const uint4* from[4];
+    uint4 got[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) from[k] = base + min(q0 + 32 * k, total - 1);
+    poll_packets<4>(a, f, layer, tag, from, got, kStageKv);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int q = q0 + 32 * k;
+      if (q >= total) continue;
+      const int b = q / p.qkv_a.packets;
+      const int in_block = (q - b * p.qkv_a.packets) * kPacketValues;
+      const int column = (block0 + b) * in_columns + in_block - p.q_lora;
+      const int n = in_columns - in_block;
+      const std::uint32_t w[3] = {got[k].x, got[k].y, got[k].z};
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        if (2 * i < n && column + 2 * i >= 0 && column + 2 * i < kKvRow) row[column / 2 + i] = w[i];
+      }
+    }
+  }
+  __syncwarp();
+  // Latent: 16 values a lane.
+  float v[16];
+  float sum = 0.0F;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const std::uint32_t w = row[lane * 8 + i];
+    v[2 * i] = bf16_low(w);
+    v[2 * i + 1] = bf16_high(w);
+    sum += v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1];
+  }
+  sum = warp_sum(sum);
+  const float scale = rsqrtf(sum / static_cast<float>(kLatent) + a.eps_latent);
+  const auto* gain = reinterpret_cast<const float*>(a.layer[layer].weights + a.weights.norm_kv);
+  float amax = 0.0F;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    v[i] = round_bf16(v[i] * scale * __ldg(gain + lane * 16 + i));
+    amax = fmaxf(amax, fabsf(v[i]));
+  }
+  const std::uint32_t w = row[kLatent / 2 + lane];
+  const float2 cs = f.rotation[s][lane];
+  float re = round_bf16(bf16_low(w) * cs.x - bf16_high(w) * cs.y);
+  float im = round_bf16(bf16_low(w) * cs.y + bf16_high(w) * cs.x);
+  const bool writer = static_cast<int>(blockIdx.x) == s % p.grid && f.slot[s] >= 0 && f.dead == 0;
+  std::uint8_t* out = writer ? cache_row(a, layer, f.slot[s]) : nullptr;
+  if (a.kv_format == KvFormat::kBf16) {
+    if (writer) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        reinterpret_cast<std::uint32_t*>(out)[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+      reinterpret_cast<std::uint32_t*>(out)[kLatent / 2 + lane] = pack_bf16(re, im);
+    }
+  } else {
+    float unit = 1.0F;
+    if (a.kv_format == KvFormat::kFp8Scaled) {
+      // Scale of 128 values (8 lanes): the smallest power of two that does not saturate.
+#pragma unroll
+      for (int d = 4; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, d));
+      const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-4F), 448.0F));
+      const std::uint32_t e = (bits >> 23) + ((bits & 0x7fffffU) != 0 ? 1U : 0U);
+      unit = __uint_as_float(e << 23);
+      const float inverse = __uint_as_float((254U - e) << 23);
+      if (writer && lane % 8 == 0) reinterpret_cast<float*>(out + kLatent)[lane / 8] = unit;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) v[i] *= inverse;
+      if (writer) reinterpret_cast<std::uint32_t*>(out + kLatent + 16)[lane] = pack_bf16(re, im);
+    } else {
+      const std::uint16_t q =
+          __nv_cvt_float2_to_fp8x2(make_float2(re, im), __NV_SATFINITE, __NV_E4M3);
+      if (writer) reinterpret_cast<std::uint16_t*>(out + kLatent)[lane] = q;
+      const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+      re = back.x;
+      im = back.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const std::uint16_t q =
+          __nv_cvt_float2_to_fp8x2(make_float2(v[2 * i], v[2 * i + 1]), __NV_SATFINITE, __NV_E4M3);
+      if (writer) reinterpret_cast<std::uint16_t*>(out)[lane * 8 + i] = q;
+      const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+      v[2 * i] = back.x * unit;
+      v[2 * i + 1] = back.y * unit;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) row[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+  row[kLatent / 2 + lane] = pack_bf16(re, im);
+}
+
+// The row warps: prepare the new cache rows while the others compute the queries.
+__device__ __noinline__ void produce_rows(const DecodeArguments& a, Fixed& f, std::uint8_t* fresh) {
+  const DecodePlan& p = a.plan;
+  const int index = static_cast<int>(threadIdx.x) / 32 - kWarps - 1;
+  const std::uint32_t done = *static_cast<volatile std::uint32_t*>(a.counter);
+  volatile int* wanted = &f.rows_wanted;
+  volatile int* dead = &f.dead;
+  for (int layer = 0; layer < a.layers; ++layer) {
+    const std::uint32_t tag = (done + static_cast<std::uint32_t>(layer)) | 0x80000000U;
+    while (*wanted <= layer && *dead == 0) __nanosleep(100);
+    if (*dead != 0) return;
+    __threadfence_block();
+    // A request for a later layer: nobody wanted this one's.
+    if (*wanted > layer + 1) continue;
+    const uint4* box = reinterpret_cast<const uint4*>(a.boxes) + (tag & 1U) * p.box_packets;
+    for (int s = index; s < p.rows; s += kRowWarps) new_row(a, f, layer, tag, box, s, fresh);
+    __syncwarp();
+    __threadfence_block();
+    if (threadIdx.x % 32 == 0) *const_cast<volatile int*>(&f.rows_ready[index]) = layer + 1;
+  }
+}
+
 template <int R>
 struct Machine {
   const DecodeArguments& a;
@@ -586,11 +1006,10 @@ struct Machine {
   Fixed& f;
   std::uint8_t* act;
   float* partial;
-  std::uint32_t act_address, ring, barriers;
+  std::uint8_t* fresh;  // new cache rows
+  std::uint32_t act_address;
+  RingPlace ring;
   int tid, warp, lane, g, t, cta;
-  int use_slot = 0;
-  std::uint32_t use_parity = 0;
-  std::uint32_t used = 0;
   // Layer
   int layer = 0;
   std::uint32_t tag = 0;
@@ -598,8 +1017,13 @@ struct Machine {
   std::int64_t window_at = 0;
 
   __device__ Machine(const DecodeArguments& arguments, Fixed& fixed, std::uint8_t* activations,
-                     float* partials, std::uint8_t* ring_base)
-      : a(arguments), p(arguments.plan), f(fixed), act(activations), partial(partials) {
+                     std::uint8_t* fresh_rows, float* partials, std::uint8_t* ring_base)
+      : a(arguments),
+        p(arguments.plan),
+        f(fixed),
+        act(activations),
+        partial(partials),
+        fresh(fresh_rows) {
     tid = static_cast<int>(threadIdx.x);
     warp = tid / 32;
     lane = tid % 32;
@@ -607,8 +1031,14 @@ struct Machine {
     t = lane % 4;
     cta = static_cast<int>(blockIdx.x);
     act_address = shared_address(act);
-    ring = shared_address(ring_base) + static_cast<std::uint32_t>(warp * p.ring_slots * kSlotBytes);
-    barriers = shared_address(&f.full[warp][0]);
+    ring = {
+        shared_address(ring_base) + static_cast<std::uint32_t>(warp * p.ring_slots * kSlotBytes),
+        shared_address(&f.full[warp][0]),
+        shared_address(&f.consumed[warp]),
+        p.ring_slots,
+        0,
+        0,
+        0};
   }
 
   // ---- waiting
@@ -619,127 +1049,23 @@ struct Machine {
     poll_packets<N, kSystem>(a, f, layer, tag, from, to, stage);
   }
 
-  // ---- weight ring
-  // --------------------------------------------------------------------------------------------------
-
-  // Address of the next unit in shared memory, arrived.
-  __device__ __forceinline__ std::uint32_t acquire() {
-    const std::uint32_t barrier = barriers + static_cast<std::uint32_t>(use_slot) * 8U;
-    std::uint32_t rounds = 0;
-    std::uint64_t start = 0;
-    while (!barrier_try_wait(barrier, use_parity)) {
-      if ((++rounds & 127U) == 0) {
-        start = give_up(a, f, start, layer, kStageCount, use_slot, 0, 0);
-        if (start == kGiveUp) break;
-      }
-    }
-    return pin(ring + static_cast<std::uint32_t>(use_slot * kSlotBytes));
-  }
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    ++used;
-    if (lane == 0) store_release_shared(shared_address(&f.consumed[warp]), used);
-    if (++use_slot == p.ring_slots) {
-      use_slot = 0;
-      use_parity ^= 1U;
-    }
-  }
-
-  // ---- products
-  // -----------------------------------------------------------------------------------------------------
-
-  template <bool kUkScales>
-  __device__ __forceinline__ void step(std::uint32_t unit, std::uint32_t row, int j,
-                                       const float4& scale, float& even, float& odd) {
-    const uint4 w = load_shared(unit + static_cast<std::uint32_t>(j * 512 + lane * 16));
-    const uint4 x0 = load_shared(row + static_cast<std::uint32_t>(j * 128));
-    const uint4 x1 = load_shared(row + static_cast<std::uint32_t>(j * 128 + 16));
-    float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-    mma_f16(d, x0.x, x0.y, widen_e4m3(w.x), widen_e4m3(w.x >> 16));
-    mma_f16(d, x0.z, x0.w, widen_e4m3(w.y), widen_e4m3(w.y >> 16));
-    mma_f16(d, x1.x, x1.y, widen_e4m3(w.z), widen_e4m3(w.z >> 16));
-    mma_f16(d, x1.z, x1.w, widen_e4m3(w.w), widen_e4m3(w.w >> 16));
-    if constexpr (kUkScales) {
-      const float s = j == 0 ? scale.x : j == 1 ? scale.y : scale.z;
-      even += s * d[0];
-      odd += s * d[1];
-    } else {
-      even += (j < 2 ? scale.x : scale.z) * d[0];
-      odd += (j < 2 ? scale.y : scale.w) * d[1];
-    }
-  }
-
-  // Product of one unit with the activation row whose first column (of this lane) lies at `row`:
-  // output rows 2 t and 2 t + 1 of the tile for activation row g. f32 within 64 columns, then
-  // scaled sums in column order.
-  template <bool kUkScales>
-  __device__ __forceinline__ float2 unit_dot(std::uint32_t unit, std::uint32_t row, int unit_k) {
-    float even = 0.0F;
-    float odd = 0.0F;
-    const float4 scale = load_shared_f32(unit + static_cast<std::uint32_t>(kTileRows * unit_k));
-    if (unit_k == 256) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) step<kUkScales>(unit, row, j, scale, even, odd);
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < unit_k / 64; ++j) step<kUkScales>(unit, row, j, scale, even, odd);
-    }
-    return make_float2(even, odd);
-  }
-
-  // One block: `tiles` tiles x `chunks` units, [tile][chunk], whose first has the linear number
-  // `first` in the warps' lists. Leaves the sums, in chunk order, in f.out[row][tile * 8 + output
-  // row], times `up[row]` where given.
-  template <int Q, bool kUkScales = false>
-  __device__ __forceinline__ void block_product(int first, int tiles, int chunks, int unit_k,
-                                                int rows, int stride, std::uint32_t from,
-                                                const float* up) {
-    const std::uint32_t row = from + static_cast<std::uint32_t>(min(g, rows - 1) * stride + t * 32);
-    const int wave_tiles = p.wave_units / chunks;
-    const int r = tid & 7;
-    const int s = (tid >> 3) & (Q - 1);
-    const int tile = tid >> (3 + kLogRows<Q>);
-    for (int tile0 = 0; tile0 < tiles; tile0 += wave_tiles) {
-      const int count = min(wave_tiles, tiles - tile0);
-      const int units = count * chunks;
-      int i = (warp - first - tile0 * chunks) & (kWarps - 1);
-      int chunk = i % chunks;
-      for (; i < units; i += kWarps) {
-        const std::uint32_t unit = acquire();
-        const float2 d = unit_dot<kUkScales>(
-            unit, pin(row) + static_cast<std::uint32_t>(chunk * unit_k * 2), unit_k);
-        if (g < Q) *reinterpret_cast<float2*>(partial + (i * Q + g) * 8 + 2 * t) = d;
-        release();
-        chunk += kWarps;
-        while (chunk >= chunks) chunk -= chunks;
-      }
-      sync_compute();
-      if (tile < count) {
-        float sum = 0.0F;
-#pragma unroll 8
-        for (int k = 0; k < chunks; ++k) sum += partial[((tile * chunks + k) * Q + s) * 8 + r];
-        if (up != nullptr) sum *= up[s];
-        if (s < rows) f.out[s * kOutPitch + (tile0 + tile) * 8 + r] = sum;
-      }
-      sync_compute();
-    }
-  }
-
-  // ---- hand-offs
-  // ----------------------------------------------------------------------------------------------------
-
   // ---- stages
   // -------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ const float* parameters(std::int64_t at) const {
     return reinterpret_cast<const float*>(a.layer[layer].weights + at);
   }
+  __device__ __forceinline__ void product(const MatrixPlan& m, int first, int tiles, int rows,
+                                          int stride, bool scaled) {
+    ring = block_product<R>(a, f, partial, m,
+                            {first, tiles, rows, stride, layer, act_address, scaled}, ring);
+  }
   // Rows of the residual stream from all CTAs' columns, normalised.
   __device__ __forceinline__ void gather_hidden(const uint4* from, std::uint32_t of_tag,
                                                 std::int64_t gain, int stage) {
-    gather_rows<R, true>(a, f, act,
-                         {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * 8, p.hidden,
-                          2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
+    gather<R, true>(a, f, act,
+                    {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * kTileRows,
+                     p.hidden, 2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
   }
 
   __device__ __forceinline__ void qkv_a() {
@@ -747,25 +1073,28 @@ struct Machine {
     const int stride = 2 * p.hidden + 16;
     int first = 0;
     for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
-      block_product<R>(first, min(m.block_tiles, m.tiles - block * m.block_tiles), m.chunks,
-                       m.unit_k, p.rows, stride, act_address, nullptr);
-      publish_block(a, f, box + p.box_qkv_a, tag, m.blocks, block, m.packets, m.block_tiles * 8);
+      product(m, first, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
+      publish_block(a, f, box + p.box_qkv_a, tag, m.blocks, block, m.packets,
+                    m.block_tiles * kTileRows);
+    }
+    // The row warps may look for the new cache rows from here on: before, they would only poll.
+    if (tid == 0 && f.picks_fresh != 0) {
+      *const_cast<volatile int*>(&f.rows_wanted) = layer + 1;
     }
   }
 
   __device__ __forceinline__ void q_b() {
     const int stride = 2 * p.q_lora + 16;
-    const int in_columns = p.qkv_a.block_tiles * 8;
-    gather_rows<R, true>(a, f, act,
-                         {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
-                          p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
-                          parameters(a.weights.norm_q), a.eps_latent});
+    const int in_columns = p.qkv_a.block_tiles * kTileRows;
+    gather<R, true>(a, f, act,
+                    {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
+                     p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
+                     parameters(a.weights.norm_q), a.eps_latent});
     const MatrixPlan& m = p.q_b;
     int first = 0;
     for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
-      block_product<R>(first, min(m.block_tiles, m.tiles - block * m.block_tiles), m.chunks,
-                       m.unit_k, p.rows, stride, act_address, nullptr);
-      const int columns = m.block_tiles * 8;
+      product(m, first, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
+      const int columns = m.block_tiles * kTileRows;
       const int in_head = block * columns % kQueryHead;
       if (in_head >= kNope) {  // a block lies in one part of a head
         for (int i = tid; i < p.rows * columns / 2; i += kThreads) {
@@ -787,11 +1116,11 @@ struct Machine {
   __device__ __forceinline__ void uk() {
     const MatrixPlan& m = p.uk;
     constexpr int kStride = 2 * kNope + 16;
-    const int head_blocks = kQueryHead / (p.q_b.block_tiles * 8);
-    const int nope_packets = kNope / (p.q_b.block_tiles * 8) * p.q_b.packets;
+    const int head_blocks = kQueryHead / (p.q_b.block_tiles * kTileRows);
+    const int nope_packets = kNope / (p.q_b.block_tiles * kTileRows) * p.q_b.packets;
     int first = 0;
     for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
-      const int head = block * m.block_tiles * 8 / kLatent;
+      const int head = block * m.block_tiles * kTileRows / kLatent;
       if (warp < p.rows) {  // a warp a row, at most 48 packets
         const uint4* row =
             box + p.box_q_b +
@@ -819,136 +1148,25 @@ struct Machine {
           if (q >= nope_packets) continue;
           const int b = q / p.q_b.packets;
           const int in_block = (q - b * p.q_b.packets) * kPacketValues;
-          const int n = p.q_b.block_tiles * 8 - in_block;
-          auto* to = reinterpret_cast<std::uint32_t*>(act + warp * kStride +
-                                                      (b * p.q_b.block_tiles * 8 + in_block) * 2);
+          const int n = p.q_b.block_tiles * kTileRows - in_block;
+          auto* to = reinterpret_cast<std::uint32_t*>(
+              act + warp * kStride + (b * p.q_b.block_tiles * kTileRows + in_block) * 2);
           to[0] = pack_f16(bf16_low(got[k].x) * down, bf16_high(got[k].x) * down);
           if (n > 2) to[1] = pack_f16(bf16_low(got[k].y) * down, bf16_high(got[k].y) * down);
           if (n > 4) to[2] = pack_f16(bf16_low(got[k].z) * down, bf16_high(got[k].z) * down);
         }
       }
       sync_compute();
-      block_product<R, true>(first, m.block_tiles, m.chunks, m.unit_k, p.rows, kStride, act_address,
-                             f.row_up);
-      publish_block(a, f, box + p.box_uk, tag, m.blocks, block, m.packets, m.block_tiles * 8);
+      product(m, first, m.block_tiles, p.rows, kStride, true);
+      publish_block(a, f, box + p.box_uk, tag, m.blocks, block, m.packets,
+                    m.block_tiles * kTileRows);
     }
   }
 
-  // Parts of the activation region during attention.
+  // Parts of the activation region during attention. Logits take the queries' place.
   static constexpr int kQueryAt = 0;
-  static constexpr int kKeysAt = kHeadGroup * kKvPitch;
-  static constexpr int kLogitsAt = kKeysAt + kChunkPicks * kKvPitch;
-  static constexpr int kProbabilitiesAt = kLogitsAt + 4 * kChunkPicks * kHeadGroup * 4;
-  static constexpr int kNewRowsAt = kProbabilitiesAt + 2 * kHeadGroup * kProbabilityPitch * 2;
-
-  __device__ __forceinline__ std::uint8_t* cache_row(std::int64_t slot) const {
-    const LayerArguments& l = a.layer[layer];
-    return l.kv + slot / kPageTokens * l.page_stride +
-           slot % kPageTokens * kv_row_bytes(a.kv_format);
-  }
-
-  // The new cache rows: every CTA computes all of them (picks may name them), one CTA a row stores
-  // it.
-  __device__ __forceinline__ void new_rows() {
-    if (warp >= p.rows) return;
-    const int s = warp;
-    auto* row = reinterpret_cast<std::uint32_t*>(act + kNewRowsAt + s * kKvPitch);
-    const int in_columns = p.qkv_a.block_tiles * 8;
-    const int block0 = p.q_lora / in_columns;
-    const int total = (p.qkv_a.blocks - block0) * p.qkv_a.packets;
-    const uint4* base = box + p.box_qkv_a +
-                        (static_cast<std::int64_t>(s) * p.qkv_a.blocks + block0) * p.qkv_a.packets;
-    for (int q0 = lane; q0 < total; q0 += 128) {
-      const uint4* from[4];
-      uint4 got[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) from[k] = base + min(q0 + 32 * k, total - 1);
-      poll(from, got, kStageKv);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int q = q0 + 32 * k;
-        if (q >= total) continue;
-        const int b = q / p.qkv_a.packets;
-        const int in_block = (q - b * p.qkv_a.packets) * kPacketValues;
-        const int column = (block0 + b) * in_columns + in_block - p.q_lora;
-        const int n = in_columns - in_block;
-        const std::uint32_t w[3] = {got[k].x, got[k].y, got[k].z};
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          if (2 * i < n && column + 2 * i >= 0 && column + 2 * i < kKvRow)
-            row[column / 2 + i] = w[i];
-        }
-      }
-    }
-    __syncwarp();
-    // Latent: 16 values a lane.
-    float v[16];
-    float sum = 0.0F;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const std::uint32_t w = row[lane * 8 + i];
-      v[2 * i] = bf16_low(w);
-      v[2 * i + 1] = bf16_high(w);
-      sum += v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1];
-    }
-    sum = warp_sum(sum);
-    const float scale = rsqrtf(sum / static_cast<float>(kLatent) + a.eps_latent);
-    const auto* gain = reinterpret_cast<const float*>(a.layer[layer].weights + a.weights.norm_kv);
-    float amax = 0.0F;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      v[i] = round_bf16(v[i] * scale * __ldg(gain + lane * 16 + i));
-      amax = fmaxf(amax, fabsf(v[i]));
-    }
-    const std::uint32_t w = row[kLatent / 2 + lane];
-    const float2 cs = f.rotation[s][lane];
-    float re = round_bf16(bf16_low(w) * cs.x - bf16_high(w) * cs.y);
-    float im = round_bf16(bf16_low(w) * cs.y + bf16_high(w) * cs.x);
-    const bool writer = cta == s % p.grid && f.slot[s] >= 0 && f.dead == 0;
-    std::uint8_t* out = writer ? cache_row(f.slot[s]) : nullptr;
-    if (a.kv_format == KvFormat::kBf16) {
-      if (writer) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          reinterpret_cast<std::uint32_t*>(out)[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
-        reinterpret_cast<std::uint32_t*>(out)[kLatent / 2 + lane] = pack_bf16(re, im);
-      }
-    } else {
-      float unit = 1.0F;
-      if (a.kv_format == KvFormat::kFp8Scaled) {
-        // Scale of 128 values (8 lanes): the smallest power of two that does not saturate.
-#pragma unroll
-        for (int d = 4; d > 0; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullMask, amax, d));
-        const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-4F), 448.0F));
-        const std::uint32_t e = (bits >> 23) + ((bits & 0x7fffffU) != 0 ? 1U : 0U);
-        unit = __uint_as_float(e << 23);
-        const float inverse = __uint_as_float((254U - e) << 23);
-        if (writer && lane % 8 == 0) reinterpret_cast<float*>(out + kLatent)[lane / 8] = unit;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] *= inverse;
-        if (writer) reinterpret_cast<std::uint32_t*>(out + kLatent + 16)[lane] = pack_bf16(re, im);
-      } else {
-        const std::uint16_t q =
-            __nv_cvt_float2_to_fp8x2(make_float2(re, im), __NV_SATFINITE, __NV_E4M3);
-        if (writer) reinterpret_cast<std::uint16_t*>(out + kLatent)[lane] = q;
-        const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
-        re = back.x;
-        im = back.y;
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const std::uint16_t q = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * i], v[2 * i + 1]),
-                                                         __NV_SATFINITE, __NV_E4M3);
-        if (writer) reinterpret_cast<std::uint16_t*>(out)[lane * 8 + i] = q;
-        const float2 back = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
-        v[2 * i] = back.x * unit;
-        v[2 * i + 1] = back.y * unit;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row[lane * 8 + i] = pack_bf16(v[2 * i], v[2 * i + 1]);
-    row[kLatent / 2 + lane] = pack_bf16(re, im);
-  }
+  static constexpr int kKeysAt = kHeadGroup * kKeyPitch;
+  static constexpr int kProbabilitiesAt = kKeysAt + kSplitPicks * kKeyPitch;
 
   __device__ __forceinline__ int pick_count(int s) const {
     if (f.slot[s] < 0) return 0;
@@ -969,19 +1187,39 @@ struct Machine {
     }
   }
 
-  // Asks L2 for the cache rows of this CTA's attention tasks.
+  // Asks L2 for the cache rows of this CTA's attention tasks, and finds out whether it needs the
+  // new ones.
   __device__ __forceinline__ void prefetch_keys() {
     const int per_row = kMaxSplits * p.head_groups;
+    if (tid < p.rows && tid % p.grid == cta && f.slot[tid] >= 0) f.picks_fresh = 1;  // stores it
     for (int task = cta; task < p.rows * per_row; task += p.grid) {
       const int s = task / per_row;
       const int split = (task - s * per_row) / p.head_groups;
       const int i = split * kSplitPicks + tid;
       if (tid < kSplitPicks && i < pick_count(s)) {
-        prefetch_l2(
-            cache_row(a.layer[layer].picks[a.layer[layer].pick_offsets[a.row_begin + s] + i]),
-            kv_row_bytes(a.kv_format));
+        const std::int64_t slot =
+            a.layer[layer].picks[a.layer[layer].pick_offsets[a.row_begin + s] + i];
+        prefetch_l2(cache_row(a, layer, slot), kv_row_bytes(a.kv_format));
+#pragma unroll
+        for (int k = 0; k < R; ++k) {
+          if (f.slot[k] == slot) f.picks_fresh = 1;
+        }
       }
     }
+  }
+  // Until row warp s % 3 has this layer's new row s.
+  __device__ __forceinline__ void await_row(int s) {
+    volatile int* ready = &f.rows_ready[s % kRowWarps];
+    std::uint32_t rounds = 0;
+    std::uint64_t start = 0;
+    while (*ready <= layer) {
+      if ((++rounds & 127U) == 0) {
+        start = give_up(a, f, start, layer, kStageKv, s, static_cast<std::uint32_t>(layer + 1),
+                        static_cast<std::uint32_t>(*ready));
+        if (start == kGiveUp) break;
+      }
+    }
+    __threadfence_block();
   }
 
   // A sixteenth of one of 32 cache rows, on its way to shared memory.
@@ -1004,7 +1242,7 @@ struct Machine {
       if (f.slot[i] == slot) k.state = 2 + i;
     }
     if (k.state != 1) return;
-    const std::uint8_t* row = cache_row(slot);
+    const std::uint8_t* row = cache_row(a, layer, slot);
     if (a.kv_format == KvFormat::kBf16) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) k.x[i] = reinterpret_cast<const uint4*>(row)[i * 16 + part];
@@ -1024,21 +1262,22 @@ struct Machine {
     }
   }
   // Rows past the end become zero.
-  __device__ __forceinline__ void store_keys(const KeyPart& k) {
-    const int r = tid / 16;
+  __device__ __forceinline__ void store_keys(const KeyPart& k, int first) {
+    const int r = first + tid / 16;
     const int part = tid % 16;
-    auto* to = reinterpret_cast<uint4*>(act + kKeysAt + r * kKvPitch);
-    auto* rope = reinterpret_cast<uint2*>(act + kKeysAt + r * kKvPitch + 2 * kLatent) + part;
+    auto* to = reinterpret_cast<uint4*>(act + kKeysAt + r * kKeyPitch);
+    auto* rope = reinterpret_cast<uint2*>(act + kKeysAt + r * kKeyPitch + 2 * kLatent) + part;
     if (k.state == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to[i * 16 + part] = make_uint4(0U, 0U, 0U, 0U);
       *rope = make_uint2(0U, 0U);
     } else if (k.state >= 2) {
-      const std::uint8_t* fresh = act + kNewRowsAt + (k.state - 2) * kKvPitch;
+      await_row(k.state - 2);
+      const std::uint8_t* row = fresh + (k.state - 2) * kKeyPitch;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        to[i * 16 + part] = reinterpret_cast<const uint4*>(fresh)[i * 16 + part];
-      *rope = reinterpret_cast<const uint2*>(fresh + 2 * kLatent)[part];
+        to[i * 16 + part] = reinterpret_cast<const uint4*>(row)[i * 16 + part];
+      *rope = reinterpret_cast<const uint2*>(row + 2 * kLatent)[part];
     } else if (a.kv_format == KvFormat::kBf16) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to[i * 16 + part] = k.x[i];
@@ -1067,9 +1306,9 @@ struct Machine {
   // The queries of one row and head group as bf16: q_lat | q_pe, zero for heads that are not there.
   __device__ __forceinline__ void gather_queries(int s, int group) {
     const int heads = min(kHeadGroup, p.heads - group * kHeadGroup);
-    const int uk_columns = p.uk.block_tiles * 8;
+    const int uk_columns = p.uk.block_tiles * kTileRows;
     const int uk_packets = kLatent / uk_columns * p.uk.packets;  // of one head
-    const int q_columns = p.q_b.block_tiles * 8;
+    const int q_columns = p.q_b.block_tiles * kTileRows;
     const int pe_packets = kRope / q_columns * p.q_b.packets;
     const int head_packets = uk_packets + pe_packets;
     const int total = heads * head_packets;
@@ -1095,7 +1334,7 @@ struct Machine {
           const int b = in_head / p.uk.packets;
           const int j = in_head - b * p.uk.packets;
           from[k] = uk_box + head * uk_packets + in_head;
-          at[k] = head * kKvPitch + (b * uk_columns + j * kPacketValues) * 2;
+          at[k] = head * kKeyPitch + (b * uk_columns + j * kPacketValues) * 2;
           n[k] = uk_columns - j * kPacketValues;
         } else {
           in_head -= uk_packets;
@@ -1103,7 +1342,7 @@ struct Machine {
           const int j = in_head - b * p.q_b.packets;
           from[k] = q_box + head * (kQueryHead / q_columns) * p.q_b.packets +
                     kNope / q_columns * p.q_b.packets + in_head;
-          at[k] = head * kKvPitch + (kLatent + b * q_columns + j * kPacketValues) * 2;
+          at[k] = head * kKeyPitch + (kLatent + b * q_columns + j * kPacketValues) * 2;
           n[k] = q_columns - j * kPacketValues;
         }
       }
@@ -1116,109 +1355,102 @@ struct Machine {
         if (n[k] > 4) to[2] = got[k].z;
       }
     }
-    for (int i = heads * kKvPitch / 4 + tid; i < kHeadGroup * kKvPitch / 4; i += kThreads) {
+    for (int i = heads * kKeyPitch / 4 + tid; i < kHeadGroup * kKeyPitch / 4; i += kThreads) {
       reinterpret_cast<std::uint32_t*>(act + kQueryAt)[i] = 0U;
     }
   }
 
-  // One task: 64 picks of one row for up to 8 heads; publishes the normalised latent output,
-  // maximum and sum.
-  __device__ __forceinline__ void attention_task(int s, int split, int group, int picks,
-                                                 const KeyPart& second) {
+  // One task: up to 64 picks of one row, whose keys are in place, for up to 8 heads; publishes the
+  // normalised latent output, maximum and sum.
+  __device__ __forceinline__ void attention_task(int s, int split, int group, int picks) {
     gather_queries(s, group);
-    if (tid < kHeadGroup) {
-      f.running_max[tid] = -INFINITY;
-      f.running_sum[tid] = 0.0F;
-    }
-    float o[2][4] = {{0.0F, 0.0F, 0.0F, 0.0F}, {0.0F, 0.0F, 0.0F, 0.0F}};
-    for (int chunk = 0; chunk < picks; chunk += kChunkPicks) {
-      const int count = min(kChunkPicks, picks - chunk);
-      if (chunk > 0) store_keys(second);
-      sync_compute();
-      auto* logits = reinterpret_cast<float*>(act + kLogitsAt);
-      if (warp < 8) {  // 2 tiles of 16 picks x 4 quarters of the 576 columns
-        const int tile = warp & 1;
-        const int quarter = warp >> 1;
-        float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-        const std::uint32_t keys =
-            act_address + static_cast<std::uint32_t>(kKeysAt + (tile * 16 + lane % 16) * kKvPitch +
-                                                     (lane / 16) * 16 + quarter * 288);
-        const std::uint8_t* query = act + kQueryAt + g * kKvPitch + quarter * 288 + t * 4;
+    sync_compute();
+    {  // 4 tiles of 16 picks x 4 quarters of the 576 columns
+      const int tile = warp & 3;
+      const int quarter = warp >> 2;
+      float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+      const std::uint32_t keys =
+          act_address + static_cast<std::uint32_t>(kKeysAt + (tile * 16 + lane % 16) * kKeyPitch +
+                                                   (lane / 16) * 16 + quarter * 288);
+      const std::uint8_t* query = act + kQueryAt + g * kKeyPitch + quarter * 288 + t * 4;
 #pragma unroll
-        for (int k = 0; k < 9; ++k) {
-          std::uint32_t m[4];
-          load_matrix(m, keys + static_cast<std::uint32_t>(k * 32));
-          mma_bf16(d, m, *reinterpret_cast<const std::uint32_t*>(query + k * 32),
-                   *reinterpret_cast<const std::uint32_t*>(query + k * 32 + 16));
-        }
-        float* to = logits + (quarter * kChunkPicks + tile * 16 + g) * kHeadGroup + 2 * t;
-        *reinterpret_cast<float2*>(to) = make_float2(d[0], d[1]);
-        *reinterpret_cast<float2*>(to + 8 * kHeadGroup) = make_float2(d[2], d[3]);
+      for (int k = 0; k < 9; ++k) {
+        std::uint32_t m[4];
+        load_matrix(m, keys + static_cast<std::uint32_t>(k * 32));
+        mma_bf16(d, m, *reinterpret_cast<const std::uint32_t*>(query + k * 32),
+                 *reinterpret_cast<const std::uint32_t*>(query + k * 32 + 16));
       }
       sync_compute();
-      if (warp < kHeadGroup) {  // a warp a head, a lane a pick
-        constexpr int kQuarter = kChunkPicks * kHeadGroup;
-        const float* l = logits + lane * kHeadGroup + warp;
-        float x = ((l[0] + l[kQuarter]) + (l[2 * kQuarter] + l[3 * kQuarter])) * 0.0625F;
-        if (lane >= count) x = -INFINITY;
-        const float old = f.running_max[warp];
-        const float top = fmaxf(old, warp_max(x));
-        const float e = lane < count ? __expf(x - top) : 0.0F;
-        const float sum = warp_sum(e);
+      float* to = reinterpret_cast<float*>(act + kQueryAt) +
+                  (quarter * kSplitPicks + tile * 16 + g) * kHeadGroup + 2 * t;
+      *reinterpret_cast<float2*>(to) = make_float2(d[0], d[1]);
+      *reinterpret_cast<float2*>(to + 8 * kHeadGroup) = make_float2(d[2], d[3]);
+    }
+    sync_compute();
+    if (warp < kHeadGroup) {  // a warp a head, two picks a lane
+      constexpr int kQuarter = kSplitPicks * kHeadGroup;
+      float x[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float* l =
+            reinterpret_cast<const float*>(act + kQueryAt) + (lane + 32 * k) * kHeadGroup + warp;
+        x[k] = ((l[0] + l[kQuarter]) + (l[2 * kQuarter] + l[3 * kQuarter])) * 0.0625F;
+        if (lane + 32 * k >= picks) x[k] = -INFINITY;
+      }
+      const float top = warp_max(fmaxf(x[0], x[1]));
+      float sum = 0.0F;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float e = lane + 32 * k < picks ? __expf(x[k] - top) : 0.0F;
+        sum += e;
         // p as the sum of two bf16: one alone would cost 8 bits' worth of error in every latent.
         auto* prob = reinterpret_cast<__nv_bfloat16*>(act + kProbabilitiesAt) +
-                     warp * kProbabilityPitch + lane;
+                     warp * kProbabilityPitch + lane + 32 * k;
         const float high = round_bf16(e);
         prob[0] = __float2bfloat16_rn(high);
         prob[kHeadGroup * kProbabilityPitch] = __float2bfloat16_rn(e - high);
-        __syncwarp();
-        if (lane == 0) {
-          const float rescale = __expf(old - top);
-          f.rescale[warp] = rescale;
-          f.running_max[warp] = top;
-          f.running_sum[warp] = f.running_sum[warp] * rescale + sum;
-        }
       }
-      sync_compute();
-      const float r0 = f.rescale[2 * t];
-      const float r1 = f.rescale[2 * t + 1];
+      sum = warp_sum(sum);
+      if (lane == 0) {
+        f.split_max[warp] = top;
+        f.split_sum[warp] = sum;
+      }
+    }
+    sync_compute();
+    float o[2][4] = {{0.0F, 0.0F, 0.0F, 0.0F}, {0.0F, 0.0F, 0.0F, 0.0F}};
+#pragma unroll
+    for (int k = 0; k < kSplitPicks / 16; ++k) {
+      const std::uint8_t* prob =
+          act + kProbabilitiesAt + (g * kProbabilityPitch + k * 16 + 2 * t) * 2;
+      constexpr int kLow = kHeadGroup * kProbabilityPitch * 2;
+      const std::uint32_t high0 = *reinterpret_cast<const std::uint32_t*>(prob);
+      const std::uint32_t high1 = *reinterpret_cast<const std::uint32_t*>(prob + 16);
+      const std::uint32_t low0 = *reinterpret_cast<const std::uint32_t*>(prob + kLow);
+      const std::uint32_t low1 = *reinterpret_cast<const std::uint32_t*>(prob + kLow + 16);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {  // 16 latents x 8 heads each
-        o[m][0] *= r0;
-        o[m][1] *= r1;
-        o[m][2] *= r0;
-        o[m][3] *= r1;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          std::uint32_t v[4];
-          // Transposed 8x8 matrices: {latents 0-7, picks 0-7}, {8-15, 0-7}, {0-7, 8-15}, {8-15,
-          // 8-15}.
-          load_matrix_transposed(
-              v, act_address + static_cast<std::uint32_t>(
-                                   kKeysAt + (k * 16 + (lane / 16) * 8 + lane % 8) * kKvPitch +
-                                   (warp * 32 + m * 16 + (lane / 8 % 2) * 8) * 2));
-          const std::uint8_t* prob =
-              act + kProbabilitiesAt + (g * kProbabilityPitch + k * 16 + 2 * t) * 2;
-          constexpr int kLow = kHeadGroup * kProbabilityPitch * 2;
-          mma_bf16(o[m], v, *reinterpret_cast<const std::uint32_t*>(prob),
-                   *reinterpret_cast<const std::uint32_t*>(prob + 16));
-          mma_bf16(o[m], v, *reinterpret_cast<const std::uint32_t*>(prob + kLow),
-                   *reinterpret_cast<const std::uint32_t*>(prob + kLow + 16));
-        }
+        std::uint32_t v[4];
+        // Transposed 8x8 matrices: {latents 0-7, picks 0-7}, {8-15, 0-7}, {0-7, 8-15}, {8-15,
+        // 8-15}.
+        load_matrix_transposed(
+            v, act_address + static_cast<std::uint32_t>(
+                                 kKeysAt + (k * 16 + (lane / 16) * 8 + lane % 8) * kKeyPitch +
+                                 (warp * 32 + m * 16 + (lane / 8 % 2) * 8) * 2));
+        mma_bf16(o[m], v, high0, high1);
+        mma_bf16(o[m], v, low0, low1);
       }
-      sync_compute();
     }
     // f16 (three bits more than bf16) in place of the queries, then packets.
     auto* out = reinterpret_cast<__half*>(act + kQueryAt);
-    const float n0 = 1.0F / f.running_sum[2 * t];
-    const float n1 = 1.0F / f.running_sum[2 * t + 1];
+    const float n0 = 1.0F / f.split_sum[2 * t];
+    const float n1 = 1.0F / f.split_sum[2 * t + 1];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int latent = warp * 32 + m * 16 + g;
-      out[(2 * t) * (kKvPitch / 2) + latent] = __float2half_rn(o[m][0] * n0);
-      out[(2 * t + 1) * (kKvPitch / 2) + latent] = __float2half_rn(o[m][1] * n1);
-      out[(2 * t) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][2] * n0);
-      out[(2 * t + 1) * (kKvPitch / 2) + latent + 8] = __float2half_rn(o[m][3] * n1);
+      out[(2 * t) * (kKeyPitch / 2) + latent] = __float2half_rn(o[m][0] * n0);
+      out[(2 * t + 1) * (kKeyPitch / 2) + latent] = __float2half_rn(o[m][1] * n1);
+      out[(2 * t) * (kKeyPitch / 2) + latent + 8] = __float2half_rn(o[m][2] * n0);
+      out[(2 * t + 1) * (kKeyPitch / 2) + latent + 8] = __float2half_rn(o[m][3] * n1);
     }
     sync_compute();
     const int heads = min(kHeadGroup, p.heads - group * kHeadGroup);
@@ -1232,11 +1464,11 @@ struct Machine {
               kPartialPackets +
           j;
       if (j == kPartialPackets - 1) {
-        store_local_packet(to, __float_as_uint(f.running_max[head]),
-                           __float_as_uint(f.running_sum[head]), 0U, tag);
+        store_local_packet(to, __float_as_uint(f.split_max[head]),
+                           __float_as_uint(f.split_sum[head]), 0U, tag);
       } else {
         const auto* w =
-            reinterpret_cast<const std::uint32_t*>(act + kQueryAt + head * kKvPitch + j * 12);
+            reinterpret_cast<const std::uint32_t*>(act + kQueryAt + head * kKeyPitch + j * 12);
         store_local_packet(to, w[0], j < 85 ? w[1] : 0U, j < 85 ? w[2] : 0U, tag);
       }
     }
@@ -1254,9 +1486,14 @@ struct Machine {
       KeyPart first;
       KeyPart second;
       fetch_keys(first, s, split * kSplitPicks, picks);
-      fetch_keys(second, s, split * kSplitPicks + kChunkPicks, picks - kChunkPicks);
-      store_keys(first);
-      attention_task(s, split, group, picks, second);
+      fetch_keys(second, s, split * kSplitPicks + 32, picks - 32);
+      store_keys(first, 0);
+      store_keys(second, 32);
+      attention_task(s, split, group, picks);
+    }
+    // The rows that this CTA stores must be on their way before the next request.
+    if (tid == 0 && f.picks_fresh != 0) {
+      for (int s = 0; s < min(p.rows, kRowWarps); ++s) await_row(s);
     }
   }
 
@@ -1273,48 +1510,52 @@ struct Machine {
       const uint4* base =
           box + p.box_partial +
           (static_cast<std::int64_t>(s) * p.heads + head) * kMaxSplits * kPartialPackets;
-      if (warp == 0 && splits > 0) {
-        const uint4* from[1] = {base + min(lane, splits - 1) * kPartialPackets + kPartialPackets -
-                                1};
-        uint4 got[1];
-        poll(from, got, kStageUv);
-        const float m = __uint_as_float(got[0].x);
-        const float top = warp_max(m);
-        const float w = lane < splits ? __expf(m - top) * __uint_as_float(got[0].y) : 0.0F;
-        f.split_weight[lane] = w / warp_sum(w);
-      }
-      sync_compute();
       constexpr int kGroups = 5;
+      constexpr int kGroupThreads = kPartialPackets - 1;
+      constexpr int kOfGroup = (kMaxSplits + kGroups - 1) / kGroups;
+      static_assert(kGroups * kGroupThreads <= kThreads - 32);
       auto* sums = reinterpret_cast<float*>(act + 2 * kLatent + 16);
-      const int lane_group = tid / 86;
-      const int j = tid - lane_group * 86;
-      if (lane_group < kGroups) {
-        float y[6] = {0.0F, 0.0F, 0.0F, 0.0F, 0.0F, 0.0F};
-        for (int k0 = lane_group; k0 < splits; k0 += 4 * kGroups) {
-          const uint4* from[4];
-          uint4 got[4];
+      const int group = tid / kGroupThreads;
+      const int j = tid - group * kGroupThreads;
+      uint4 got[kOfGroup];
+      if (splits > 0) {
+        if (warp == kWarps - 1) {
+          const uint4* from[1] = {base + min(lane, splits - 1) * kPartialPackets + kGroupThreads};
+          uint4 stats[1];
+          poll(from, stats, kStageUv);
+          const float m = __uint_as_float(stats[0].x);
+          const float top = warp_max(m);
+          const float w = lane < splits ? __expf(m - top) * __uint_as_float(stats[0].y) : 0.0F;
+          f.split_weight[lane] = w / warp_sum(w);
+        } else if (group < min(kGroups, splits)) {
+          const uint4* from[kOfGroup];
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int at = k0 + k * kGroups;
-            from[k] = base + (at < splits ? at : k0) * kPartialPackets + j;
+          for (int k = 0; k < kOfGroup; ++k) {
+            const int at = group + k * kGroups;
+            from[k] = base + (at < splits ? at : group) * kPartialPackets + j;
           }
           poll(from, got, kStageUv);
+        }
+      }
+      sync_compute();
+      if (group < kGroups) {
+        float y[6] = {0.0F, 0.0F, 0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int at = k0 + k * kGroups;
-            const float w = at < splits ? f.split_weight[at] : 0.0F;
-            const std::uint32_t x[3] = {got[k].x, got[k].y, got[k].z};
+        for (int k = 0; k < kOfGroup; ++k) {
+          const int at = group + k * kGroups;
+          if (at >= splits) continue;
+          const float w = f.split_weight[at];
+          const std::uint32_t x[3] = {got[k].x, got[k].y, got[k].z};
 #pragma unroll
-            for (int i = 0; i < 3; ++i) {
-              const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&x[i]));
-              y[2 * i] += w * v.x;
-              y[2 * i + 1] += w * v.y;
-            }
+          for (int i = 0; i < 3; ++i) {
+            const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&x[i]));
+            y[2 * i] += w * v.x;
+            y[2 * i + 1] += w * v.y;
           }
         }
 #pragma unroll
         for (int i = 0; i < 6; ++i) {
-          if (j * 6 + i < kLatent) sums[lane_group * kLatent + j * 6 + i] = y[i];
+          if (j * 6 + i < kLatent) sums[group * kLatent + j * 6 + i] = y[i];
         }
       }
       sync_compute();
@@ -1325,9 +1566,9 @@ struct Machine {
         reinterpret_cast<__half*>(act)[tid] = __float2half_rn(round_bf16(y));
       }
       sync_compute();
-      block_product<1>(first, tiles, p.uv.chunks, p.uv.unit_k, 1, 0, act_address, nullptr);
+      product(p.uv, first, tiles, 1, 0, false);
       const int packets = p.uv_part_packets();
-      const int columns = tiles * 8;
+      const int columns = tiles * kTileRows;
       if (tid < packets) {
         const float* w = f.out + tid * kPacketValues;
         const int n = columns - tid * kPacketValues;
@@ -1346,11 +1587,10 @@ struct Machine {
     const int columns = p.heads * kValue;
     const int stride = 2 * columns + 16;
     const int blocks = p.heads * p.uv_parts;
-    gather_rows<R, false>(a, f, act,
-                          {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(),
-                           kValue / p.uv_parts, columns, stride, kStageO, layer, nullptr, 0.0F});
-    block_product<R>(0, min(m.block_tiles, m.tiles - cta * m.block_tiles), m.chunks, m.unit_k,
-                     p.rows, stride, act_address, f.row_up);
+    gather<R, false>(a, f, act,
+                     {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(), kValue / p.uv_parts,
+                      columns, stride, kStageO, layer, nullptr, 0.0F});
+    product(m, 0, min(m.block_tiles, m.tiles - cta * m.block_tiles), p.rows, stride, true);
   }
 
   __device__ __forceinline__ void router() {
@@ -1360,7 +1600,7 @@ struct Machine {
     for (int u = warp; u < units; u += kWarps) {
       const int row = u / p.router_chunks;
       const int chunk = u - row * p.router_chunks;
-      const std::uint32_t unit = acquire();
+      const std::uint32_t unit = pin(acquire(a, f, layer, ring));
       float v[R];
 #pragma unroll
       for (int s = 0; s < R; ++s) v[s] = 0.0F;
@@ -1387,7 +1627,7 @@ struct Machine {
         v[s] = warp_sum(v[s]);
         if (lane == 0) partial[u * R + s] = v[s];
       }
-      release();
+      release(ring);
     }
     sync_compute();
     // Packet j of a row: scores of three experts.
@@ -1504,7 +1744,7 @@ struct Machine {
       }
     }
     sync_compute();
-    for (int i = tid; i < (kMaxExperts + 1) * 8 / 4; i += kThreads) {
+    for (int i = tid; i < kMaxActive * 8 / 4; i += kThreads) {
       reinterpret_cast<std::uint32_t*>(f.position)[i] = 0U;
     }
     if (tid < kMaxExperts) {
@@ -1555,57 +1795,58 @@ struct Machine {
     }
   }
 
-  // Tiles [begin, end) of up/gate; tile / tiles-per-expert counts from active expert `index0`. Rows
-  // of a tile alternate gate and up, so that a thread pair holds both.
+  // Tiles [begin, end) of up/gate; tile / tiles-per-expert counts from active expert `index0`. A
+  // tile's rows are 8 gate rows and the 8 up rows that belong to them.
   __device__ __forceinline__ void up_gate(int begin, int end, int index0) {
     const int stride = 2 * p.hidden + 16;
-    const int chunks = p.up_gate.chunks;
-    const int wave = max(1, min(min(p.wave_units / chunks, 8), end - begin));
+    const MatrixPlan& m = p.up_gate;
+    const int chunks = m.chunks;
+    const int chunk_bytes = m.chunk_units * m.unit_k * 2;
+    constexpr int kTileSums = kTileRows * R;
+    const int wave = min(kWaveChunks / chunks, 4);
+    const std::uint32_t row =
+        act_address + static_cast<std::uint32_t>(min(g, p.rows - 1) * stride + t * 32);
     for (int tile0 = begin; tile0 < end; tile0 += wave) {
       const int tiles = min(wave, end - tile0);
-      const int units = tiles * chunks;
-      const int base = (tile0 - begin) * chunks;
-      const std::uint32_t row =
-          act_address + static_cast<std::uint32_t>(min(g, p.rows - 1) * stride + t * 32);
-      int i = (warp - base) & (kWarps - 1);
+      int i = (warp - (tile0 - begin) * chunks) & (kWarps - 1);
       int chunk = i % chunks;
-      for (; i < units; i += kWarps) {
-        const std::uint32_t unit = acquire();
-        const float2 d = unit_dot<false>(
-            unit, pin(row) + static_cast<std::uint32_t>(chunk * p.up_gate.unit_k * 2),
-            p.up_gate.unit_k);
-        if (g < R) *reinterpret_cast<float2*>(partial + (i * R + g) * 8 + 2 * t) = d;
-        release();
+      for (; i < tiles * chunks; i += kWarps) {
+        float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+        chunk_product(a, f, layer, ring, m.chunk_units, m.unit_k,
+                      row + static_cast<std::uint32_t>(chunk * chunk_bytes), sum);
+        store_chunk<R>(partial + i * kTileSums, sum);
         chunk += kWarps;
         while (chunk >= chunks) chunk -= chunks;
       }
       sync_compute();
-      const int s = (tid >> 3) & (R - 1);
-      const int tile = tid >> (3 + kLogRows<R>);
-      float sum = 0.0F;
+      // Thread: tile, row s, value i of 8. Four results of lanes side by side make a packet.
+      const int value = tid & 7;
+      const int s = tid >> 3 & (R - 1);
+      const int tile = tid / (8 * R);
+      float mid = 0.0F;
       if (tile < tiles) {
+        const float* from = partial + tile * chunks * kTileSums + value * R + s;
+        float gate = 0.0F;
+        float up = 0.0F;
 #pragma unroll 4
-        for (int k = 0; k < chunks; ++k)
-          sum += partial[((tile * chunks + k) * R + s) * 8 + (tid & 7)];
+        for (int k = 0; k < chunks; ++k) {
+          gate += from[k * kTileSums];
+          up += from[k * kTileSums + 8 * R];
+        }
+        mid = gate / (1.0F + __expf(-gate)) * up;
       }
-      {
-        // Lane pairs: even gate, odd up. Four results a tile make a packet of the first of its 8
-        // lanes.
-        const float other = __shfl_xor_sync(kFullMask, sum, 1);
-        const float mid = sum / (1.0F + __expf(-sum)) * other;
-        const float m1 = __shfl_down_sync(kFullMask, mid, 2);
-        const float m2 = __shfl_down_sync(kFullMask, mid, 4);
-        const float m3 = __shfl_down_sync(kFullMask, mid, 6);
-        if (tile < tiles && (tid & 7) == 0 && s < p.rows) {
-          const int at = tile0 + tile;
-          const int index = quotient(at, a.by_mid_packets);
-          const int k = f.position[(index0 + index) * 8 + s];
-          if (k > 0 || (index0 == 0 && f.slot[s] >= 0)) {
-            const int pair = s * (p.top_k + 1) + (index0 == 0 ? 0 : k - 1);
-            store_local_packet(box + p.box_mid + static_cast<std::int64_t>(pair) * p.mid_packets() +
-                                   at - index * p.up_gate.tiles,
-                               pack_bf16(mid, m1), pack_bf16(m2, m3), 0U, tag);
-          }
+      const float m1 = __shfl_down_sync(kFullMask, mid, 1);
+      const float m2 = __shfl_down_sync(kFullMask, mid, 2);
+      const float m3 = __shfl_down_sync(kFullMask, mid, 3);
+      if (tile < tiles && (tid & 3) == 0 && s < p.rows) {
+        const int at = tile0 + tile;
+        const int index = quotient(at, a.by_up_gate_tiles);
+        const int k = f.position[(index0 + index) * 8 + s];
+        if (k > 0 || (index0 == 0 && f.slot[s] >= 0)) {
+          const int pair = s * (p.top_k + 1) + (index0 == 0 ? 0 : k - 1);
+          store_local_packet(box + p.box_mid + static_cast<std::int64_t>(pair) * p.mid_packets() +
+                                 (at - index * m.tiles) * 2 + value / 4,
+                             pack_bf16(mid, m1), pack_bf16(m2, m3), 0U, tag);
         }
       }
       sync_compute();
@@ -1649,35 +1890,40 @@ struct Machine {
       reinterpret_cast<std::uint32_t*>(act + pairs * stride)[i] = 0U;
     sync_compute();
     mark(kStageMid);
-    const int tiles = min(p.down.block_tiles, p.down.tiles - cta * p.down.block_tiles);
-    const int chunks = p.down.chunks;
+    const MatrixPlan& m = p.down;
+    const int tiles = min(m.block_tiles, m.tiles - cta * m.block_tiles);
+    const int chunks = m.chunks;
+    const int chunk_bytes = m.chunk_units * m.unit_k * 2;
     const int per_expert = tiles * chunks;
-    const int wave = p.wave_units / per_expert;  // experts
-    const int r = tid & 7;
-    const int s = (tid >> 3) & (R - 1);
-    const int my_tile = tid >> (3 + kLogRows<R>);
-    float sum = 0.0F;
+    const int wave = kWaveChunks / per_expert;  // experts
+    constexpr int kTileSums = kTileRows * R;
+    const int s = tid & (R - 1);
+    const int my_tile = tid / kTileSums;
+    float total = 0.0F;
     for (int index0 = 0; index0 < f.active_count; index0 += wave) {
       const int count = min(wave, f.active_count - index0);
       int i = (warp - index0 * per_expert) & (kWarps - 1);
       int index = i / per_expert;
       int inner = i - index * per_expert;
-      index += index0;
       for (; i < count * per_expert; i += kWarps) {
         const int chunk = chunks == 1 ? 0 : inner % chunks;
-        const int k = g < p.rows ? f.position[index * 8 + g] : 0;
-        const int pair = k > 0 ? g * per_row + k - 1 : pairs;
-        const float w = k > 0 ? f.pair_weight[pair] : 0.0F;
-        const std::uint32_t unit = acquire();
-        float2 d = unit_dot<false>(
-            unit,
-            pin(act_address) +
-                static_cast<std::uint32_t>(pair * stride + chunk * p.down.unit_k * 2 + t * 32),
-            p.down.unit_k);
-        d.x = k > 0 ? d.x * w : 0.0F;
-        d.y = k > 0 ? d.y * w : 0.0F;
-        if (g < R) *reinterpret_cast<float2*>(partial + (i * R + g) * 8 + 2 * t) = d;
-        release();
+        const std::uint8_t* position = &f.position[(index0 + index) * 8];
+        const int k = g < p.rows ? position[g] : 0;
+        const int pair = k > 0 ? g * per_row + k - 1 : pairs;  // the last one is zero
+        float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+        chunk_product(
+            a, f, layer, ring, m.chunk_units, m.unit_k,
+            act_address + static_cast<std::uint32_t>(pair * stride + chunk * chunk_bytes + t * 32),
+            sum);
+        // Routing weights of activation rows 2 t and 2 t + 1.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int of = 2 * t + r < p.rows ? position[2 * t + r] : 0;
+          const float w = of > 0 ? f.pair_weight[(2 * t + r) * per_row + of - 1] : 0.0F;
+          sum[r] = of > 0 ? sum[r] * w : 0.0F;
+          sum[r + 2] = of > 0 ? sum[r + 2] * w : 0.0F;
+        }
+        store_chunk<R>(partial + i * kTileSums, sum);
         inner += kWarps;
         while (inner >= per_expert) {
           inner -= per_expert;
@@ -1686,19 +1932,25 @@ struct Machine {
       }
       sync_compute();
       if (my_tile < tiles) {
+        const float* from = partial + my_tile * chunks * kTileSums + tid % kTileSums;
         for (int e = 0; e < count; ++e) {
-          for (int k = 0; k < chunks; ++k) {
-            sum += partial[((e * per_expert + my_tile * chunks + k) * R + s) * 8 + r];
-          }
+          for (int k = 0; k < chunks; ++k) total += from[k * kTileSums];
+          from += per_expert * kTileSums;
         }
       }
       sync_compute();
     }
-    if (my_tile < tiles && s < p.rows) f.out[s * kOutPitch + my_tile * 8 + r] = sum;
+    if (my_tile < tiles && s < p.rows) {
+      f.out[s * kOutPitch + my_tile * kTileRows + tid / R % kTileRows] = total;
+    }
     sync_compute();
   }
 
+  // The end of a stage: the place where tests let a CTA stall before the next one.
   __device__ __forceinline__ void mark(int stage) {
+    if (a.stall_ns != 0 && stage + 1 == a.stall_stage && (a.stall_cta < 0 || a.stall_cta == cta)) {
+      hold(a.stall_ns);
+    }
     if (a.timeline != nullptr && tid == 0) {
       a.timeline[(static_cast<std::int64_t>(layer) * p.grid + cta) * kTimelineEvents + stage + 1] =
           clock64();
@@ -1751,8 +2003,6 @@ struct Machine {
       uk();
       mark(kStageUk);
       sync_compute();
-      new_rows();
-      sync_compute();
       mark(kStageKv);
       attention();
       mark(kStageAttention);
@@ -1781,11 +2031,13 @@ struct Machine {
       mark(kStageUpGate);
       down();
       mark(kStageDown);
+      if (tid == 0) f.picks_fresh = 0;
       reduce_columns(a, f, layer, tag, window_at + p.win_experts, box + p.box_x,
                      layer + 1 == a.layers, kStageReduceExperts);
       sync_compute();
       mark(kStageReduceExperts);
     }
+    if (tid == 0) *const_cast<volatile int*>(&f.rows_wanted) = a.layers + 1;
     // The last CTA to come moves the counter on; every other one has read it long before.
     if (tid == 0) {
       __threadfence();
@@ -1802,11 +2054,13 @@ __global__ void __launch_bounds__(kBlock, 1)
     decode_layer_kernel(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const DecodePlan& p = arguments.plan;
-  // Fixed | activations | partial sums | ring
+  // Fixed | activations | new cache rows | partial sums | ring
   std::uint8_t* act = shared + kFixedBytes;
-  std::uint8_t* partial = act + p.act_bytes;
-  std::uint8_t* ring = partial + p.wave_units * kTileRows * R * 4;
+  std::uint8_t* fresh = act + p.act_bytes;
+  std::uint8_t* partial = fresh + R * kKeyPitch;
+  std::uint8_t* ring = partial + kWaveChunks * kTileRows * R * 4;
   auto& fixed = *reinterpret_cast<Fixed*>(shared);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int w = 0; w < kWarps; ++w) {
       for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&fixed.full[w][i]));
@@ -1815,15 +2069,20 @@ __global__ void __launch_bounds__(kBlock, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fixed.routed_layer = -1;
     fixed.listed_layer = 0;
+    fixed.rows_wanted = 0;
+    for (int i = 0; i < kRowWarps; ++i) fixed.rows_ready[i] = 0;
+    fixed.picks_fresh = 0;
     fixed.dead = 0;
   }
   __syncthreads();
-  if (threadIdx.x >= kThreads) {
+  if (warp == kWarps) {
     produce(arguments, fixed, shared_address(ring));
-    return;
+  } else if (warp > kWarps) {
+    produce_rows(arguments, fixed, fresh);
+  } else {
+    Machine<R> machine(arguments, fixed, act, fresh, reinterpret_cast<float*>(partial), ring);
+    machine.run();
   }
-  Machine<R> machine(arguments, fixed, act, reinterpret_cast<float*>(partial), ring);
-  machine.run();
 }
 
 template <int R>
