@@ -11,6 +11,7 @@ namespace penstock::decode {
 namespace {
 
 constexpr int kMaxBlockTiles = 4;
+constexpr int kMinRingSlots = 3;
 
 int power_of_two_at_least(int n) {
   int p = 1;
@@ -68,18 +69,24 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
 
   const int qkv_rows = p.q_lora + kKvRow;
   p.qkv_a = matrix_plan(qkv_rows, p.hidden,
-                        std::min(kMaxBlockTiles, ceil_div(qkv_rows / kTileRows, p.grid)), 16);
+                        std::min(kMaxBlockTiles, ceil_div(qkv_rows / kTileRows, p.grid)));
   const auto head_blocks = [&](int rows) {
     return std::min(kMaxBlockTiles, power_of_two_at_least(ceil_div(rows / kTileRows, p.grid)));
   };
-  p.q_b = matrix_plan(p.heads * kQueryHead, p.q_lora, head_blocks(p.heads * kQueryHead), 16);
-  p.uk = matrix_plan(p.heads * kLatent, kNope, head_blocks(p.heads * kLatent), kNope);
-  p.uv = matrix_plan(p.heads * kValue, kLatent, 1, kLatent);
-  p.o = matrix_plan(p.hidden, p.heads * kValue, column_tiles, 8);
-  p.up_gate = matrix_plan(2 * p.inter, p.hidden, 1, 8);
-  // Of a CTA's tiles of one expert all chunks lie in one wave.
-  p.down = matrix_plan(p.hidden, p.inter, column_tiles, ceil_div(p.inter, 2 * kUnitColumns),
-                       kWaveChunks / kMaxBlockTiles);
+  p.q_b = matrix_plan(p.heads * kQueryHead, p.q_lora, head_blocks(p.heads * kQueryHead));
+  p.uk = matrix_plan(p.heads * kLatent, kNope, head_blocks(p.heads * kLatent));
+  p.uv = matrix_plan(p.heads * kValue, kLatent, 1);
+  p.o = matrix_plan(p.hidden, p.heads * kValue, column_tiles);
+  p.up_gate = matrix_plan(2 * p.inter, p.hidden, 1);
+  p.down = matrix_plan(p.hidden, p.inter, column_tiles);
+  require(column_tiles * p.down.chunks <= kWaveChunks, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "decode_layer: {} multiprocessors leave {} tiles of 16 columns to one CTA, whose {} chunks "
+        "of "
+        "one expert's down projection are more than {}: allow more multiprocessors or use more "
+        "ranks",
+        sms, column_tiles, column_tiles * p.down.chunks, kWaveChunks);
+  });
   p.router_unit_k = p.hidden % kRouterColumns == 0 ? kRouterColumns : 256;
   p.router_chunks = p.hidden / p.router_unit_k;
   p.router_rows = ceil_div(p.experts, p.grid);
@@ -92,16 +99,16 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   const int partial_bytes = kWaveChunks * kTileRows * rows_template * 4;
   const int fresh_bytes = rows_template * kKeyPitch;
   const int left = smem_limit - kFixedBytes - p.act_bytes - fresh_bytes - partial_bytes;
-  p.ring_slots = std::min(5, left / (kWarps * kSlotBytes));
-  require(left > 0 && p.ring_slots >= 2, ErrorKind::kUnsupported, [&] {
+  p.ring_slots = std::min(kMaxRingSlots, left / kSlotBytes);
+  require(left > 0 && p.ring_slots >= kMinRingSlots, ErrorKind::kUnsupported, [&] {
     return fmt::format(
         "decode_layer: {} rows need {} bytes of activations in shared memory, which leaves {} of "
         "{} "
         "for the weight ring (at least {}): use fewer rows a launch or more ranks",
-        rows_now, p.act_bytes, left, smem_limit, 2 * kWarps * kSlotBytes);
+        rows_now, p.act_bytes, left, smem_limit, kMinRingSlots * kSlotBytes);
   });
   p.smem_bytes =
-      kFixedBytes + p.act_bytes + fresh_bytes + partial_bytes + p.ring_slots * kWarps * kSlotBytes;
+      kFixedBytes + p.act_bytes + fresh_bytes + partial_bytes + p.ring_slots * kSlotBytes;
 
   std::int64_t at = 0;
   const auto box = [&](std::int64_t packets_per_row) {

@@ -17,12 +17,14 @@ namespace penstock::decode {
 inline constexpr int kTileRows = 16;
 inline constexpr int kUnitColumns = 128;
 inline constexpr int kScaleBytes = 16;
-inline constexpr int kSlotBytes = kTileRows * kUnitColumns + kScaleBytes;
 // The router is bf16 and plain: a unit is up to 1024 columns of one row.
 inline constexpr int kRouterColumns = 1024;
 
-inline constexpr int kWarps = 16;
+inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * 32;
+// A slot of the weight ring holds a unit for each warp.
+inline constexpr int kSlotBytes = kWarps * (kTileRows * kUnitColumns + kScaleBytes);
+inline constexpr int kMaxRingSlots = 12;
 inline constexpr int kSplitPicks = 64;  // picks of one attention task, whatever the row count
 inline constexpr int kMaxSplits = kMaxPicks / kSplitPicks;
 // Bytes of a cache row in shared memory, bf16; 16 mod 128, so that ldmatrix meets no bank twice.
@@ -30,11 +32,12 @@ inline constexpr int kKeyPitch = 2 * kKvRow + 16;
 inline constexpr int kHeadGroup = 8;     // heads of one attention task: the N of an mma
 inline constexpr int kPacketValues = 6;  // bf16 values a 16-byte packet carries beside its tag
 inline constexpr int kPartialPackets = (kLatent + kPacketValues - 1) / kPacketValues + 1;
-// Chunks whose sums lie in shared memory at once. One warp sums a chunk in registers; the chunks of
-// a tile are added in their order, so the cut decides bits and depends on the matrix alone.
-inline constexpr int kWaveChunks = 32;
+// Chunks whose sums lie in shared memory at once. Chunk c of a tile is its units c, c + 8, ...,
+// summed by one warp in registers; the chunks of a tile are added in their order, so bits depend on
+// the matrix alone.
+inline constexpr int kWaveChunks = 24;
 // Shared memory of a CTA beside activations, partial sums and ring: barriers, routing, staging.
-inline constexpr int kFixedBytes = 9984;
+inline constexpr int kFixedBytes = 10752;
 
 PENSTOCK_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -43,8 +46,7 @@ struct MatrixPlan {
   int tiles = 0;        // rows / 16
   int unit_k = 0;       // columns of a unit
   int units = 0;        // columns / unit_k
-  int chunk_units = 1;  // units that one warp sums in registers
-  int chunks = 0;       // units / chunk_units
+  int chunks = 0;       // min(units, kWarps)
   int block_tiles = 0;  // tiles of one block, the unit of work of a CTA
   int blocks = 0;
   int packets = 0;  // packets of one block and row: ceil(16 * block_tiles / 6)
@@ -59,25 +61,12 @@ PENSTOCK_HOST_DEVICE constexpr int unit_columns(int columns) {
   return columns % kUnitColumns == 0 ? kUnitColumns : 64;
 }
 
-// Cuts a row of `units` into chunks: at least `least` of them where the units allow it, at most
-// `most`, all of the same size.
-PENSTOCK_HOST_DEVICE constexpr int chunk_units(int units, int least, int most) {
-  int best = 1;
-  for (int d = 1; d <= units; ++d) {
-    if (units % d == 0 && (units / d >= least || units / best > most)) best = d;
-  }
-  return best;
-}
-
-PENSTOCK_HOST_DEVICE constexpr MatrixPlan matrix_plan(int rows, int columns, int block_tiles,
-                                                      int least_chunks = 1,
-                                                      int most_chunks = kWaveChunks) {
+PENSTOCK_HOST_DEVICE constexpr MatrixPlan matrix_plan(int rows, int columns, int block_tiles) {
   MatrixPlan m;
   m.tiles = rows / kTileRows;
   m.unit_k = unit_columns(columns);
   m.units = columns / m.unit_k;
-  m.chunk_units = chunk_units(m.units, least_chunks, most_chunks);
-  m.chunks = m.units / m.chunk_units;
+  m.chunks = m.units < kWarps ? m.units : kWarps;
   m.block_tiles = block_tiles;
   m.blocks = ceil_div(m.tiles, block_tiles);
   m.packets = ceil_div(kTileRows * block_tiles, kPacketValues);
@@ -105,8 +94,8 @@ struct DecodePlan {
   int router_rows = 0;     // experts of one CTA
   int router_packets = 0;  // ceil(router_rows / 3)
   int uv_parts = 0;        // UV tasks of one head and row
-  int ring_slots = 0;      // a warp
-  int act_bytes = 0;       // shared memory of the activation region
+  int ring_slots = 0;
+  int act_bytes = 0;  // shared memory of the activation region
   int smem_bytes = 0;
   // Mailboxes, in packets from the start of one parity's half.
   std::int64_t box_qkv_a = 0, box_q_b = 0, box_uk = 0, box_partial = 0, box_o = 0, box_a = 0;

@@ -79,10 +79,15 @@ __device__ __forceinline__ std::uint32_t load_acquire_shared(std::uint32_t addre
 __device__ __forceinline__ void store_release_shared(std::uint32_t address, std::uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
-// Weights are read once a layer: evict-first keeps mailboxes and cache rows in L2.
+__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Copies, and has the barrier's phase wait for the bytes; whoever calls it arrives after the
+// phase's last copy. Weights are read once a layer: evict-first keeps mailboxes and cache rows in
+// L2.
 __device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier, std::uint64_t policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "

@@ -1,8 +1,11 @@
 // One GLM-5 MoE decoder layer (or several in a row) as one persistent launch on sm_90a.
 //
-// One CTA an SM, 16 warps that compute, one that copies and three that prepare the new cache rows.
-// Every computing warp has a ring of weight units of its own, which the producer warp keeps full
-// from the warp's static list, so weights of later stages arrive while the CTA waits for data; only
+// One CTA an SM, 8 warps that compute, one that copies and three that prepare the new cache rows:
+// 384 threads, so that each may have 168 registers. (A thread's spills go to an L1 of 29 KB that
+// 227 KB of shared memory leave, i.e. to L2: with 17 to 20 warps and 96 registers they made every
+// gather of 8 rows 20 us long.)
+// Weights come through a ring of slots of 8 units, a unit a warp, which the producer warp fills
+// from the CTA's static list, so weights of later stages arrive while the CTA waits for data; only
 // the experts' units wait for the routing. Values cross CTAs as packets (12 bytes and their tag),
 // polled in place. docs/decode-layer.md has stages, hand-offs and their predicted cost.
 //
@@ -26,7 +29,6 @@ using namespace device;
 enum Stream : int { kQkvA, kQB, kUk, kUv, kO, kRouter, kShared, kRouted, kDown, kStreams };
 
 constexpr std::uint32_t kFullMask = 0xffffffffU;
-constexpr int kMaxRingSlots = 5;
 constexpr int kRowWarps = 3;  // prepare the new cache rows
 constexpr int kBlock = kThreads + 32 + 32 * kRowWarps;
 constexpr int kOutPitch = 64;                       // columns of a block, 4 tiles
@@ -34,17 +36,17 @@ constexpr int kProbabilityPitch = kSplitPicks + 8;  // bf16
 constexpr int kMaxPairs = 8 * (kMaxTopK + 1);
 constexpr int kMaxActive = 8 * kMaxTopK + 1;
 
-// A run of chunks, each `chunk_units` units of `bytes` bytes, contiguous in memory.
+// A run of units of `bytes` bytes each, contiguous in memory.
 struct Segment {
   const std::uint8_t* base;
-  int chunks;  // 0: the stream has no more
-  int chunk_units;
+  int units;  // 0: the stream has no more
   int bytes;
 };
 
 struct Fixed {
-  std::uint64_t full[kWarps][kMaxRingSlots];
-  std::uint32_t consumed[kWarps];  // units, by their warp for the producer
+  DecodeArguments arguments;  // for functions of their own, to which the kernel's are far memory
+  std::uint64_t full[kMaxRingSlots];
+  std::uint32_t consumed[kWarps];  // slots, by each warp for the producer
   int routed_layer;                // the routing below is this layer's: for the producer
   int listed_layer;                // the producer has listed all units before this layer
   float2 rotation[8][kRope / 2];   // cos, sin
@@ -71,6 +73,13 @@ struct Fixed {
 };
 static_assert(sizeof(Fixed) <= kFixedBytes);
 
+// At the start of shared memory. A function of its own, so that the compiler knows what memory it
+// is.
+__device__ __forceinline__ Fixed& fixed_part() {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  return *reinterpret_cast<Fixed*>(shared);
+}
+
 // Barrier of the compute warps; the producer warp never takes part.
 __device__ __forceinline__ void sync_compute() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
@@ -84,10 +93,11 @@ __device__ __forceinline__ int quotient(int x, const Divisor& d) {
 // first expired wait of a launch writes the record. Free and not inlined: a member would force the
 // machine's state out of registers.
 constexpr std::uint64_t kGiveUp = ~std::uint64_t{0};
-__device__ __noinline__ std::uint64_t give_up(const DecodeArguments& a, Fixed& f,
-                                              std::uint64_t start, int layer, int stage, int index,
+__device__ __noinline__ std::uint64_t give_up(std::uint64_t start, int layer, int stage, int index,
                                               std::uint32_t expected, std::uint32_t seen,
                                               int peer = -1) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   volatile int* dead = &f.dead;
   if (*dead != 0) return kGiveUp;
   volatile std::uint32_t* abort_word = a.counter + 2;
@@ -128,7 +138,9 @@ __device__ __noinline__ void hold(std::uint64_t ns) {
   } while (now - begin < ns);
 }
 
-// All N packets, every load of a round in flight at once.
+// All N packets, every load of a round in flight at once, all again until none is late: a round
+// that polls one late packet only and then the rest costs a trip more (1.55 us instead of 0.91 for
+// 1024 packets from 128 CTAs).
 template <int N, bool kSystem = false>
 __device__ __forceinline__ void poll_packets(const DecodeArguments& a, Fixed& f, int layer,
                                              std::uint32_t tag, const uint4* const (&from)[N],
@@ -136,31 +148,30 @@ __device__ __forceinline__ void poll_packets(const DecodeArguments& a, Fixed& f,
   std::uint32_t rounds = 0;
   std::uint64_t start = 0;
   while (true) {
-    const uint4* late = nullptr;
-    int which = -1;
+    bool all = true;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       to[i] = kSystem ? load_system_packet(from[i]) : load_local_packet(from[i]);
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      late = to[i].w == tag ? late : from[i];
-      if constexpr (kSystem) which = to[i].w == tag ? which : min(i, a.plan.ranks - 1);
+    for (int i = 0; i < N; ++i) all = all && to[i].w == tag;
+    if (all) return;
+    if ((++rounds & 127U) != 0) continue;
+    int late = 0;
+#pragma unroll
+    for (int i = N - 1; i >= 0; --i) late = to[i].w == tag ? late : i;
+    const uint4* of = from[0];
+    std::uint32_t seen = to[0].w;
+#pragma unroll
+    for (int i = 1; i < N; ++i) {
+      of = i == late ? from[i] : of;
+      seen = i == late ? to[i].w : seen;
     }
-    if (late == nullptr) return;
-    // One late packet stands for the rest: polling them all would take bandwidth from those who
-    // compute them.
-    while (true) {
-      const uint4 x = kSystem ? load_system_packet(late) : load_local_packet(late);
-      if (x.w == tag) break;
-      if ((++rounds & 127U) == 0) {
-        const std::uint8_t* base = kSystem ? a.window : a.boxes;
-        start = give_up(a, f, start, layer, stage,
-                        static_cast<int>((reinterpret_cast<const std::uint8_t*>(late) - base) / 16),
-                        tag, x.w, which);
-        if (start == kGiveUp) return;
-      }
-    }
+    const std::uint8_t* base = kSystem ? a.window : a.boxes;
+    start = give_up(start, layer, stage,
+                    static_cast<int>((reinterpret_cast<const std::uint8_t*>(of) - base) / 16), tag,
+                    seen, kSystem ? min(late, a.plan.ranks - 1) : -1);
+    if (start == kGiveUp) return;
   }
 }
 
@@ -173,64 +184,72 @@ __device__ __forceinline__ float add_pair(float v, std::uint32_t pair) {
   return fmaxf(v, fmaxf(fabsf(x), fabsf(y)));
 }
 
-__device__ __forceinline__ void load_gains(float2 (&gains)[8], const float* from, int columns) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const int i = static_cast<int>(threadIdx.x) + k * kThreads;
-    gains[k] = i < columns / 2 ? __ldg(reinterpret_cast<const float2*>(from) + i)
-                               : make_float2(0.0F, 0.0F);
-  }
-}
-
-// Second half of a row gather: bf16 rows in `act`, per-thread sums (or maxima) of rows in v; leaves
-// f16 rows.
+// Norms (kNorm) or powers of two of all rows from per-thread sums of squares (or maxima): lane s
+// has row s's. f.row_up gets what undoes the power of two.
 template <int R, bool kNorm>
-__device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::uint8_t* act,
-                                            float (&v)[R], int columns, int stride,
-                                            const float2 (&gains)[8], float eps) {
+__device__ __forceinline__ float row_factors(Fixed& f, float (&v)[R], int columns, float eps) {
   const int tid = static_cast<int>(threadIdx.x);
-  const int warp = tid / 32;
   const int lane = tid % 32;
 #pragma unroll
   for (int s = 0; s < R; ++s) {
     v[s] = kNorm ? warp_sum(v[s]) : warp_max(v[s]);
-    if (lane == 0) f.reduce[warp][s] = v[s];
+    if (lane == 0) f.reduce[tid / 32][s] = v[s];
   }
   sync_compute();
-  float total = f.reduce[0][lane % R];  // lane s: row s
+  float all = f.reduce[0][lane % R];
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) {
-    const float x = f.reduce[w][lane % R];
-    total = kNorm ? total + x : fmaxf(total, x);
+    const float of_warp = f.reduce[w][lane % R];
+    all = kNorm ? all + of_warp : fmaxf(all, of_warp);
   }
-  float mine;
+  if constexpr (kNorm) return rsqrtf(all / static_cast<float>(columns) + eps);
+  float down;
+  float up;
+  row_scale(all, down, up);
+  if (tid < R) f.row_up[tid] = up;
+  return down;
+}
+template <bool kNorm>
+__device__ __forceinline__ std::uint32_t finish_pair(std::uint32_t x, float factor, float gain_low,
+                                                     float gain_high) {
+  float low = bf16_low(x) * factor;
+  float high = bf16_high(x) * factor;
   if constexpr (kNorm) {
-    mine = rsqrtf(total / static_cast<float>(columns) + eps);
-  } else {
-    float up;
-    row_scale(total, mine, up);
-    if (tid < R) f.row_up[tid] = up;
+    const std::uint32_t rounded = pack_bf16(low * gain_low, high * gain_high);
+    low = bf16_low(rounded);
+    high = bf16_high(rounded);
   }
-#pragma unroll 1
-  for (int s = 0; s < p.rows; ++s) {
-    const float down = __shfl_sync(kFullMask, mine, s);
-    auto* row = reinterpret_cast<std::uint32_t*>(act + s * stride);
-    if constexpr (kNorm) {
+  return pack_f16(low, high);
+}
+
+// Second half of a row gather: bf16 rows in `act`, per-thread sums (or maxima) of rows in v; leaves
+// f16 rows. 8 columns a step, whose gains serve all rows.
+template <int R, bool kNorm>
+__device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::uint8_t* act,
+                                            float (&v)[R], int columns, int stride,
+                                            const float* gain, float eps) {
+  const float mine = row_factors<R, kNorm>(f, v, columns, eps);
+  float factor[R];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int i = tid + k * kThreads;
-        if (i < columns / 2) {
-          const std::uint32_t x = row[i];
-          row[i] = pack_f16(round_bf16(bf16_low(x) * down * gains[k].x),
-                            round_bf16(bf16_high(x) * down * gains[k].y));
-        }
-      }
-    } else {
-#pragma unroll 2
-      for (int i = tid; i < columns / 2; i += kThreads) {
-        const std::uint32_t x = row[i];
-        row[i] = pack_f16(bf16_low(x) * down, bf16_high(x) * down);
-      }
+  for (int s = 0; s < R; ++s) factor[s] = __shfl_sync(kFullMask, mine, s);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < columns / 8; i += kThreads) {
+    float4 g0 = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    float4 g1 = g0;
+    if constexpr (kNorm) {
+      g0 = __ldg(reinterpret_cast<const float4*>(gain) + 2 * i);
+      g1 = __ldg(reinterpret_cast<const float4*>(gain) + 2 * i + 1);
+    }
+#pragma unroll
+    for (int s = 0; s < R; ++s) {
+      if (s >= p.rows) break;
+      auto* at = reinterpret_cast<uint4*>(act + s * stride) + i;
+      uint4 x = *at;
+      x.x = finish_pair<kNorm>(x.x, factor[s], g0.x, g0.y);
+      x.y = finish_pair<kNorm>(x.y, factor[s], g0.z, g0.w);
+      x.z = finish_pair<kNorm>(x.z, factor[s], g1.x, g1.y);
+      x.w = finish_pair<kNorm>(x.w, factor[s], g1.z, g1.w);
+      *at = x;
     }
   }
   sync_compute();
@@ -250,82 +269,75 @@ struct RowGather {
 // by a power of two (f.row_up undoes it). Not inlined: a layer runs through all of the kernel's
 // code once, so code that is not shared costs instruction fetches.
 template <int R, bool kNorm>
-__device__ __noinline__ void gather_rows(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
-                                         const RowGather& q0) {
+__device__ __noinline__ void gather_rows(std::uint8_t* act, const RowGather& q0) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const RowGather q = q0;
   const DecodePlan& p = a.plan;
-  const int tid = static_cast<int>(threadIdx.x);
-  constexpr int kRowBatch = R < 4 ? R : 4;
-  float2 gains[8];
-  if constexpr (kNorm) load_gains(gains, q.gain, q.columns);
+  constexpr int kPlaces = R == 8 ? 1 : 2;  // packets a row in flight
   float v[R];
 #pragma unroll
   for (int s = 0; s < R; ++s) v[s] = 0.0F;
   const int total = q.used_blocks * q.packets;
   const int pitch = q.blocks * q.packets;
 #pragma unroll 1
-  for (int base = tid; base < total; base += 2 * kThreads) {
-    const int second = base + kThreads < total ? base + kThreads : base;
+  for (int base = static_cast<int>(threadIdx.x); base < total; base += kPlaces * kThreads) {
+    const uint4* from[kPlaces * R];
+    uint4 got[kPlaces * R];
 #pragma unroll
-    for (int s0 = 0; s0 < R; s0 += kRowBatch) {
-      const uint4* from[2 * kRowBatch];
-      uint4 got[2 * kRowBatch];
+    for (int i = 0; i < kPlaces * R; ++i) {
+      const int at = base + i / R * kThreads;
+      from[i] = q.box + min(i % R, p.rows - 1) * pitch + (at < total ? at : base);
+    }
+    poll_packets<kPlaces * R>(a, f, q.layer, q.tag, from, got, q.stage);
 #pragma unroll
-      for (int i = 0; i < kRowBatch; ++i) {
-        const uint4* row = q.box + min(s0 + i, p.rows - 1) * pitch;
-        from[2 * i] = row + base;
-        from[2 * i + 1] = row + second;
-      }
-      poll_packets<2 * kRowBatch>(a, f, q.layer, q.tag, from, got, q.stage);
+    for (int k = 0; k < kPlaces; ++k) {
+      const int at = base + k * kThreads;
+      if (at >= total) continue;
+      const int block = at / q.packets;
+      const int first = (at - block * q.packets) * kPacketValues;
+      const int column = block * q.block_columns + first;
+      const int n = min(q.block_columns - first, q.columns - column);
+      if (n <= 0) continue;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int at = k == 0 ? base : second;
-        const int block = at / q.packets;
-        const int first = (at - block * q.packets) * kPacketValues;
-        const int column = block * q.block_columns + first;
-        const int n =
-            k == 1 && second == base ? 0 : min(q.block_columns - first, q.columns - column);
-#pragma unroll
-        for (int i = 0; i < kRowBatch; ++i) {
-          const uint4 x = got[2 * i + k];
-          const int s = s0 + i;
-          if (s >= p.rows || n <= 0) continue;
-          auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column * 2);
-          to[0] = x.x;
-          v[s] = add_pair<kNorm>(v[s], x.x);
-          if (n > 2) {
-            to[1] = x.y;
-            v[s] = add_pair<kNorm>(v[s], x.y);
-          }
-          if (n > 4) {
-            to[2] = x.z;
-            v[s] = add_pair<kNorm>(v[s], x.z);
-          }
+      for (int s = 0; s < R; ++s) {
+        if (s >= p.rows) break;
+        const uint4 x = got[k * R + s];
+        auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column * 2);
+        to[0] = x.x;
+        v[s] = add_pair<kNorm>(v[s], x.x);
+        if (n > 2) {
+          to[1] = x.y;
+          v[s] = add_pair<kNorm>(v[s], x.y);
+        }
+        if (n > 4) {
+          to[2] = x.z;
+          v[s] = add_pair<kNorm>(v[s], x.z);
         }
       }
     }
   }
-  finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, gains, q.eps);
+  finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, q.gain, q.eps);
 }
 
-// The same for at most two packets a thread and row: they stay in registers until the norm is
-// known, so that a row is written once, as f16. 8 rows of 1024 packets: 22 us by gather_rows.
+// The same for one or two rows of at most kHeldPackets packets a thread: they stay in registers
+// until the norm is known, so that a row is written once, as f16.
+constexpr int kHeldPackets = 4;
 template <int R, bool kNorm>
-__device__ __noinline__ void gather_held(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
-                                         const RowGather& q0) {
+__device__ __noinline__ void gather_held(std::uint8_t* act, const RowGather& q0) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const RowGather q = q0;
   const DecodePlan& p = a.plan;
   const int tid = static_cast<int>(threadIdx.x);
-  const int warp = tid / 32;
-  const int lane = tid % 32;
   const int total = q.used_blocks * q.packets;
   const int pitch = q.blocks * q.packets;
-  int at[2];
-  int column[2];
-  int n[2];  // values of the packet that count
-  float2 gains[2][3];
+  int at[kHeldPackets];
+  int column[kHeldPackets];
+  int n[kHeldPackets];  // values of the packet that count
+  float2 gains[kHeldPackets][3];
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
+  for (int k = 0; k < kHeldPackets; ++k) {
     const int place = tid + k * kThreads;
     at[k] = min(place, total - 1);
     const int block = at[k] / q.packets;
@@ -340,21 +352,20 @@ __device__ __noinline__ void gather_held(const DecodeArguments& a, Fixed& f, std
       }
     }
   }
-  std::uint32_t x[2][R][3];
+  std::uint32_t x[kHeldPackets][R][3];
   float v[R];
 #pragma unroll
   for (int s = 0; s < R; ++s) v[s] = 0.0F;
-  // 8 packets in flight a thread, or both of each row where there are fewer rows.
-  constexpr int kPlaces = R < 8 ? 2 : 1;
+  constexpr int kPlaces = kHeldPackets;  // packets a row in flight
 #pragma unroll
-  for (int k0 = 0; k0 < 2; k0 += kPlaces) {
+  for (int k0 = 0; k0 < kHeldPackets; k0 += kPlaces) {
     const uint4* from[kPlaces * R];
     uint4 got[kPlaces * R];
 #pragma unroll
     for (int i = 0; i < kPlaces * R; ++i) {
       from[i] = q.box + min(i % R, p.rows - 1) * pitch + at[k0 + i / R];
     }
-    if (k0 == 0 || total > kThreads) {
+    if (k0 == 0 || total > k0 * kThreads) {
       poll_packets<kPlaces * R>(a, f, q.layer, q.tag, from, got, q.stage);
     }
 #pragma unroll
@@ -368,44 +379,20 @@ __device__ __noinline__ void gather_held(const DecodeArguments& a, Fixed& f, std
       for (int j = 0; j < 3; ++j) v[s] = add_pair<kNorm>(v[s], x[k][s][j]);
     }
   }
-#pragma unroll
-  for (int s = 0; s < R; ++s) {
-    v[s] = kNorm ? warp_sum(v[s]) : warp_max(v[s]);
-    if (lane == 0) f.reduce[warp][s] = v[s];
-  }
-  sync_compute();
-  float all = f.reduce[0][lane % R];  // lane s: row s
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) {
-    const float of_warp = f.reduce[w][lane % R];
-    all = kNorm ? all + of_warp : fmaxf(all, of_warp);
-  }
-  float mine;
-  if constexpr (kNorm) {
-    mine = rsqrtf(all / static_cast<float>(q.columns) + q.eps);
-  } else {
-    float up;
-    row_scale(all, mine, up);
-    if (tid < R) f.row_up[tid] = up;
-  }
+  const float mine = row_factors<R, kNorm>(f, v, q.columns, q.eps);
 #pragma unroll
   for (int s = 0; s < R; ++s) {
     if (s >= p.rows) break;
-    const float down = __shfl_sync(kFullMask, mine, s);
+    const float factor = __shfl_sync(kFullMask, mine, s);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kHeldPackets; ++k) {
       auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column[k] * 2);
 #pragma unroll
       for (int j = 0; j < 3; ++j) {
-        if (2 * j >= n[k]) continue;
-        float low = bf16_low(x[k][s][j]) * down;
-        float high = bf16_high(x[k][s][j]) * down;
-        if constexpr (kNorm) {
-          const std::uint32_t rounded = pack_bf16(low * gains[k][j].x, high * gains[k][j].y);
-          low = bf16_low(rounded);
-          high = bf16_high(rounded);
+        if (2 * j < n[k]) {
+          to[j] = finish_pair<kNorm>(x[k][s][j], factor, kNorm ? gains[k][j].x : 0.0F,
+                                     kNorm ? gains[k][j].y : 0.0F);
         }
-        to[j] = pack_f16(low, high);
       }
     }
   }
@@ -413,36 +400,36 @@ __device__ __noinline__ void gather_held(const DecodeArguments& a, Fixed& f, std
 }
 
 template <int R, bool kNorm>
-__device__ __forceinline__ void gather(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
-                                       const RowGather& q) {
-  if (q.used_blocks * q.packets <= 2 * kThreads) {
-    gather_held<R, kNorm>(a, f, act, q);
-  } else {
-    gather_rows<R, kNorm>(a, f, act, q);
+__device__ __forceinline__ void gather(std::uint8_t* act, const RowGather& q) {
+  if constexpr (R <= 2) {
+    if (q.used_blocks * q.packets <= kHeldPackets * kThreads) {
+      gather_held<R, kNorm>(act, q);
+      return;
+    }
   }
+  gather_rows<R, kNorm>(act, q);
 }
 
 // The launch's input rows, from memory.
 template <int R>
-__device__ __noinline__ void load_input(const DecodeArguments& a, Fixed& f, std::uint8_t* act,
-                                        int stride) {
+__device__ __noinline__ void load_input(std::uint8_t* act, int stride) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const DecodePlan& p = a.plan;
   const int tid = static_cast<int>(threadIdx.x);
   const int cta = static_cast<int>(blockIdx.x);
-  float2 gains[8];
-  load_gains(gains, reinterpret_cast<const float*>(a.layer[0].weights + a.weights.norm_input),
-             p.hidden);
   float v[R];
 #pragma unroll
-  for (int s = 0; s < R; ++s) {
-    v[s] = 0.0F;
-    if (s >= p.rows) continue;
-    const auto* from =
-        reinterpret_cast<const std::uint32_t*>(a.x_in + static_cast<std::int64_t>(s) * p.hidden);
-    for (int i = tid; i < p.hidden / 2; i += kThreads) {
-      const std::uint32_t x = from[i];
-      *reinterpret_cast<std::uint32_t*>(act + s * stride + i * 4) = x;
-      v[s] = add_pair<true>(v[s], x);
+  for (int s = 0; s < R; ++s) v[s] = 0.0F;
+  for (int i = tid; i < p.hidden / 8; i += kThreads) {
+#pragma unroll
+    for (int s = 0; s < R; ++s) {
+      if (s >= p.rows) break;
+      const uint4 x = __ldg(
+          reinterpret_cast<const uint4*>(a.x_in + static_cast<std::int64_t>(s) * p.hidden) + i);
+      *(reinterpret_cast<uint4*>(act + s * stride) + i) = x;
+      v[s] =
+          add_pair<true>(add_pair<true>(add_pair<true>(add_pair<true>(v[s], x.x), x.y), x.z), x.w);
     }
   }
   for (int i = tid; i < p.rows * kOutPitch; i += kThreads) {
@@ -454,15 +441,18 @@ __device__ __noinline__ void load_input(const DecodeArguments& a, Fixed& f, std:
                                      << 16)
                    : 0.0F;
   }
-  finish_rows<R, true>(p, f, act, v, p.hidden, stride, gains, a.eps);
+  finish_rows<R, true>(p, f, act, v, p.hidden, stride,
+                       reinterpret_cast<const float*>(a.layer[0].weights + a.weights.norm_input),
+                       a.eps);
 }
 
 // All-reduce of this CTA's columns (f.out) over the ranks plus the residual (f.own): bf16
 // partials, summed in rank order in f32. The new residual is published to `to` (or stored as the
 // launch's result) and kept in f.own.
-__device__ __noinline__ void reduce_columns(const DecodeArguments& a, Fixed& f, int layer,
-                                            std::uint32_t tag, std::int64_t window, uint4* to,
-                                            bool last, int stage) {
+__device__ __noinline__ void reduce_columns(int layer, std::uint32_t tag, std::int64_t window,
+                                            uint4* to, bool last, int stage) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const DecodePlan& p = a.plan;
   const int tid = static_cast<int>(threadIdx.x);
   const int cta = static_cast<int>(blockIdx.x);
@@ -530,9 +520,10 @@ __device__ __noinline__ void reduce_columns(const DecodeArguments& a, Fixed& f, 
 }
 
 // Publishes `columns` values of each row from f.out as bf16: packet j of (row, block).
-__device__ __noinline__ void publish_block(const DecodeArguments& a, const Fixed& f, uint4* box,
-                                           std::uint32_t tag, int blocks, int block, int packets,
-                                           int columns) {
+__device__ __noinline__ void publish_block(uint4* box, std::uint32_t tag, int blocks, int block,
+                                           int packets, int columns) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const DecodePlan& p = a.plan;
   const int tid = static_cast<int>(threadIdx.x);
   for (int i = tid; i < p.rows * packets; i += kThreads) {
@@ -549,16 +540,17 @@ __device__ __noinline__ void publish_block(const DecodeArguments& a, const Fixed
 struct Cursor {
   int layer, stream, segment;
 };
-// A stream is a sequence of segments, contiguous chunks; warp w takes the chunks w, w + 16, ... of
-// the sequence.
+// A stream is a sequence of segments. A job is what lies in slots of its own: a segment, or all of
+// a stream's segments one behind the other (kRouted, kDown). Warp w takes the units w, w + 8, ...
+// of a job.
 __device__ __forceinline__ Segment block_segment(const DecodePlan& p, const std::uint8_t* weights,
                                                  int segment, const MatrixPlan& m) {
   const int cta = static_cast<int>(blockIdx.x);
   const int block = cta + segment * p.grid;
-  if (block >= m.blocks) return {nullptr, 0, 0, 0};
+  if (block >= m.blocks) return {nullptr, 0, 0};
   const int tile = block * m.block_tiles;
   return {weights + static_cast<std::int64_t>(tile) * m.units * m.unit_bytes(),
-          min(m.block_tiles, m.tiles - tile) * m.chunks, m.chunk_units, m.unit_bytes()};
+          min(m.block_tiles, m.tiles - tile) * m.units, m.unit_bytes()};
 }
 __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const Fixed& f,
                                                 const Cursor& c) {
@@ -576,21 +568,21 @@ __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const 
     case kUv: {
       bytes = p.uv.unit_bytes();
       const int task = cta + c.segment * p.grid;
-      if (task >= p.uv_tasks(p.rows)) return {nullptr, 0, 0, 0};
+      if (task >= p.uv_tasks(p.rows)) return {nullptr, 0, 0};
       return {weights + a.weights.uv +
                   static_cast<std::int64_t>(task % (p.heads * p.uv_parts)) * p.uv_part_tiles() *
                       p.uv.units * bytes,
-              p.uv_part_tiles() * p.uv.chunks, p.uv.chunk_units, bytes};
+              p.uv_part_tiles() * p.uv.units, bytes};
     }
     case kO:
       return block_segment(p, weights + a.weights.o, c.segment, p.o);
     case kRouter: {
       bytes = p.router_unit_k * 2;
       const int first = cta * p.router_rows;
-      if (c.segment > 0 || first >= p.experts) return {nullptr, 0, 0, 0};
+      if (c.segment > 0 || first >= p.experts) return {nullptr, 0, 0};
       return {
           weights + a.weights.router + static_cast<std::int64_t>(first) * p.router_chunks * bytes,
-          min(p.router_rows, p.experts - first) * p.router_chunks, 1, bytes};
+          min(p.router_rows, p.experts - first) * p.router_chunks, bytes};
     }
     case kShared:
     case kRouted: {
@@ -602,143 +594,119 @@ __device__ __forceinline__ Segment next_segment(const DecodeArguments& a, const 
         const int index = quotient(f.routed_begin, a.by_up_gate_tiles) + c.segment;
         begin = max(0, f.routed_begin - index * p.up_gate.tiles);
         end = min(p.up_gate.tiles, f.routed_end - index * p.up_gate.tiles);
-        if (begin >= end) return {nullptr, 0, 0, 0};
+        if (begin >= end) return {nullptr, 0, 0};
         expert = f.active[1 + index];
       } else if (c.segment > 0) {
-        return {nullptr, 0, 0, 0};
+        return {nullptr, 0, 0};
       }
       return {weights + a.weights.up_gate +
                   (static_cast<std::int64_t>(expert) * p.up_gate.tiles + begin) * p.up_gate.units *
                       bytes,
-              (end - begin) * p.up_gate.chunks, p.up_gate.chunk_units, bytes};
+              (end - begin) * p.up_gate.units, bytes};
     }
     default: {
       bytes = p.down.unit_bytes();
-      if (c.segment >= f.active_count) return {nullptr, 0, 0, 0};
+      if (c.segment >= f.active_count) return {nullptr, 0, 0};
       const int tile = cta * p.down.block_tiles;
       return {weights + a.weights.down +
                   (static_cast<std::int64_t>(f.active[c.segment]) * p.down.tiles + tile) *
                       p.down.units * bytes,
-              min(p.down.block_tiles, p.down.tiles - tile) * p.down.chunks, p.down.chunk_units,
-              bytes};
+              min(p.down.block_tiles, p.down.tiles - tile) * p.down.units, bytes};
     }
   }
 }
-// The producer warp: lane w walks the list of warp w and keeps its ring full. One warp for all 16
-// lists, because the way from one segment to the next (a few hundred instructions a warp and layer)
-// stood in the consumers' path: 2260 of 13800 instructions a layer at one row, 7320 at eight.
-__device__ __noinline__ void produce(const DecodeArguments& a, Fixed& f, std::uint32_t ring) {
+// The producer warp: fills the ring from the CTA's list. One bulk copy brings up to 8 units: a copy
+// a unit (2 KB) cost the producer 32 instructions, 230 cycles, each, i.e. 9 bytes a cycle.
+__device__ __noinline__ void produce(std::uint32_t ring) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const DecodePlan& p = a.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int of = min(lane, kWarps - 1);
   const auto slots = static_cast<std::uint32_t>(p.ring_slots);
-  ring += static_cast<std::uint32_t>(of) * slots * kSlotBytes;
-  const std::uint32_t barriers = shared_address(&f.full[of][0]);
-  const std::uint32_t consumed = shared_address(&f.consumed[of]);
+  const std::uint32_t barriers = shared_address(&f.full[0]);
+  const std::uint32_t consumed = shared_address(&f.consumed[lane % kWarps]);
   const std::uint64_t policy = evict_first_policy();
   volatile int* dead = &f.dead;
   volatile int* routed_layer = &f.routed_layer;
-  volatile int* listed_layer = &f.listed_layer;
-  Cursor c{0, 0, 0};
-  const std::uint8_t* from = nullptr;
-  int skip = lane;  // chunks from the segment at the cursor to the next one of this list
-  int left = 0;     // chunks of the current segment from the current one on
-  int units = 0;    // of the current chunk, still to copy
-  int chunk_units = 0;
-  int bytes = 0;
-  std::uint32_t issued = 0;
+  std::uint32_t filled = 0;  // slots closed so far
   std::uint32_t slot = 0;
-  int listed = 0;
-  bool done = lane >= kWarps;
-  while (*dead == 0) {
-    if (!done && left <= 0) {
-      // On to the segment that holds the next chunk.
-      while (true) {
-        if (c.layer >= a.layers) {
-          done = true;
-          break;
-        }
-        if (c.stream >= kRouted && c.layer > *routed_layer) break;
-        __threadfence_block();
-        const Segment s = next_segment(a, f, c);
-        if (s.chunks == 0) {
-          c.segment = 0;
-          skip = lane;
-          if (++c.stream == kStreams) {
-            c.stream = 0;
-            ++c.layer;
-          }
-          continue;
-        }
-        if (c.stream == kDown && skip >= s.chunks) {  // all of its segments are equally long
-          c.segment += skip / s.chunks;
-          skip %= s.chunks;
-          continue;
-        }
-        ++c.segment;
-        if (skip < s.chunks) {
-          from = s.base + static_cast<std::int64_t>(skip) * s.chunk_units * s.bytes;
-          left = s.chunks - skip;
-          chunk_units = s.chunk_units;
-          units = chunk_units;
-          bytes = s.bytes;
-          break;
-        }
-        skip -= s.chunks;
+  int in_slot = 0;  // units in the slot that is being filled
+  const auto close = [&] {
+    if (in_slot == 0) return;
+    if (lane == 0) barrier_arrive(barriers + slot * 8U);
+    in_slot = 0;
+    ++filled;
+    if (++slot == slots) slot = 0;
+  };
+  for (Cursor c{0, 0, 0}; c.layer < a.layers && *dead == 0;) {
+    if (c.stream == kRouted) {
+      while (*routed_layer < c.layer && *dead == 0) __nanosleep(20);
+      __threadfence_block();
+    }
+    Segment s = next_segment(a, f, c);
+    if (s.units == 0) {
+      close();
+      c.segment = 0;
+      if (++c.stream == kStreams) {
+        c.stream = 0;
+        ++c.layer;
+        if (lane == 0) *const_cast<volatile int*>(&f.listed_layer) = c.layer;
       }
+      continue;
     }
-    if (left > 0 && issued - load_acquire_shared(consumed) < slots) {
-      bulk_load(ring + slot * kSlotBytes, from, static_cast<std::uint32_t>(bytes),
-                barriers + slot * 8U, policy);
-      from += bytes;
-      if (--units == 0) {
-        units = chunk_units;
-        from += (kWarps - 1) * chunk_units * bytes;
-        left -= kWarps;
-        if (left <= 0) skip = -left;
+    ++c.segment;
+    while (s.units > 0) {
+      if (in_slot == 0) {
+        while (filled - __reduce_min_sync(kFullMask, load_acquire_shared(consumed)) >= slots &&
+               *dead == 0) {
+        }
+        if (*dead != 0) break;
       }
-      ++issued;
-      if (++slot == slots) slot = 0;
+      const int n = min(s.units, kWarps - in_slot);
+      if (lane == 0) {
+        bulk_load(ring + slot * kSlotBytes + static_cast<std::uint32_t>(in_slot * s.bytes), s.base,
+                  static_cast<std::uint32_t>(n * s.bytes), barriers + slot * 8U, policy);
+      }
+      s.base += static_cast<std::int64_t>(n) * s.bytes;
+      s.units -= n;
+      in_slot += n;
+      if (in_slot == kWarps) close();
     }
-    __syncwarp();
-    const int reached = __reduce_min_sync(kFullMask, done ? a.layers : c.layer);
-    if (reached != listed) {
-      listed = reached;
-      if (lane == 0) *listed_layer = listed;
-    }
-    if (__all_sync(kFullMask, done)) break;
+    if (c.stream < kRouted) close();
   }
+  close();
   // Copies still under way (after a fault nobody waits for them) must not outlive the CTA.
-  if (lane >= kWarps) return;
-  for (std::uint32_t u = issued > slots ? issued - slots : 0; u < issued; ++u) {
+  for (std::uint32_t u = filled > slots ? filled - slots : 0; u < filled; ++u) {
     while (!barrier_try_wait(barriers + u % slots * 8U, u / slots & 1U)) {
     }
   }
 }
 
-// A warp's place in its ring.
+// A warp's place in the ring.
 struct RingPlace {
-  std::uint32_t base, barriers, consumed;  // shared addresses
+  std::uint32_t base, barriers, consumed;  // shared addresses; base: of slot 0
   int slots;
   int slot;
   std::uint32_t parity;
-  std::uint32_t used;
+  std::uint32_t used;  // slots so far
 };
 
-// Address of the next unit in shared memory, arrived.
+// Address of this warp's unit in the next slot, arrived.
 __device__ __forceinline__ std::uint32_t acquire(const DecodeArguments& a, Fixed& f, int layer,
-                                                 const RingPlace& r) {
+                                                 const RingPlace& r, int unit_bytes) {
   const std::uint32_t barrier = r.barriers + static_cast<std::uint32_t>(r.slot) * 8U;
   std::uint32_t rounds = 0;
   std::uint64_t start = 0;
   while (!barrier_try_wait(barrier, r.parity)) {
     if ((++rounds & 127U) == 0) {
-      start = give_up(a, f, start, layer, kStageCount, r.slot, 0, 0);
+      start = give_up(start, layer, kStageCount, r.slot, 0, 0);
       if (start == kGiveUp) break;
     }
   }
-  return r.base + static_cast<std::uint32_t>(r.slot) * kSlotBytes;
+  return r.base + static_cast<std::uint32_t>(r.slot) * kSlotBytes +
+         threadIdx.x / 32U * static_cast<std::uint32_t>(unit_bytes);
 }
+// Hands the slot back, as far as this warp is concerned.
 __device__ __forceinline__ void release(RingPlace& r) {
   __syncwarp();
   ++r.used;
@@ -747,6 +715,11 @@ __device__ __forceinline__ void release(RingPlace& r) {
     r.slot = 0;
     r.parity ^= 1U;
   }
+}
+// The end of a job of `units` units: the last slot may hold none for this warp.
+__device__ __forceinline__ void finish_job(RingPlace& r, int units) {
+  const int last = units % kWarps;
+  if (last != 0 && static_cast<int>(threadIdx.x) / 32 >= last) release(r);
 }
 
 // 16 output rows x 64 columns: weights of rows 0-7 and 8-15, activations of this lane's row.
@@ -769,35 +742,61 @@ __device__ __forceinline__ void add_group(float (&sum)[4], const uint4& low, con
   sum[3] += scale_high * d[3];
 }
 
-// Sum of a chunk, `units` units from the ring: output rows lane / 4 (sum[0], sum[1]) and lane / 4 +
-// 8 (sum[2], sum[3]) for activation rows 2 (lane % 4) and the next. `row`: where in shared memory
-// activation row lane / 4 has the chunk's first column of this lane (16 (lane % 4)). f32 within 64
-// columns, then scaled sums in column order.
-__device__ __forceinline__ void chunk_product(const DecodeArguments& a, Fixed& f, int layer,
-                                              RingPlace& ring, int units, int unit_k,
-                                              std::uint32_t row, float (&sum)[4]) {
-  const std::uint32_t lane16 = threadIdx.x % 32U * 16U;
-  row = pin(row);
-#pragma unroll 1
-  for (int u = 0; u < units; ++u) {
-    const std::uint32_t unit = acquire(a, f, layer, ring) + lane16;
-    const float4 scale =
-        take_shared_f32(unit - lane16 + static_cast<std::uint32_t>(kTileRows * unit_k));
-    const uint4 w0 = take_shared(unit);
-    const uint4 w1 = take_shared(unit + 512U);
-    if (unit_k == kUnitColumns) {
-      const uint4 w2 = take_shared(unit + 1024U);
-      const uint4 w3 = take_shared(unit + 1536U);
-      release(ring);
-      add_group(sum, w0, w1, row, scale.x, scale.y);
-      add_group(sum, w2, w3, row + 128U, scale.z, scale.w);
-      row += 256U;
-    } else {
-      release(ring);
-      add_group(sum, w0, w1, row, scale.x, scale.y);
-      row += 128U;
-    }
+// A unit in registers.
+struct UnitCodes {
+  uint4 w[4];
+  float4 scale;
+};
+template <bool kWide>
+__device__ __forceinline__ UnitCodes take_unit(const DecodeArguments& a, Fixed& f, int layer,
+                                               RingPlace& ring) {
+  constexpr std::uint32_t kCodes = kTileRows * (kWide ? kUnitColumns : 64);
+  const std::uint32_t base = acquire(a, f, layer, ring, kCodes + kScaleBytes);
+  const std::uint32_t unit = base + threadIdx.x % 32U * 16U;
+  UnitCodes u;
+  u.scale = take_shared_f32(base + kCodes);
+#pragma unroll
+  for (int i = 0; i < (kWide ? 4 : 2); ++i) {
+    u.w[i] = take_shared(unit + static_cast<std::uint32_t>(i * 512));
   }
+  release(ring);
+  return u;
+}
+template <bool kWide>
+__device__ __forceinline__ void add_unit(float (&sum)[4], const UnitCodes& u, std::uint32_t row) {
+  add_group(sum, u.w[0], u.w[1], row, u.scale.x, u.scale.y);
+  if constexpr (kWide) add_group(sum, u.w[2], u.w[3], row + 128U, u.scale.z, u.scale.w);
+}
+template <bool kWide>
+__device__ __forceinline__ int add_units(const DecodeArguments& a, Fixed& f, int layer,
+                                         RingPlace& ring, int k, int units, std::uint32_t row,
+                                         float (&sum)[4]) {
+  constexpr std::uint32_t kBytes = (kWide ? kUnitColumns : 64) * 2;
+  row = pin(row);
+  // Two at a time: the second one's loads run beside the first one's products.
+#pragma unroll 1
+  for (; k + kWarps < units; k += 2 * kWarps) {
+    const UnitCodes u0 = take_unit<kWide>(a, f, layer, ring);
+    const UnitCodes u1 = take_unit<kWide>(a, f, layer, ring);
+    add_unit<kWide>(sum, u0, row + static_cast<std::uint32_t>(k) * kBytes);
+    add_unit<kWide>(sum, u1, row + static_cast<std::uint32_t>(k + kWarps) * kBytes);
+  }
+  if (k < units) {
+    const UnitCodes u = take_unit<kWide>(a, f, layer, ring);
+    add_unit<kWide>(sum, u, row + static_cast<std::uint32_t>(k) * kBytes);
+    k += kWarps;
+  }
+  return k;
+}
+// Adds this warp's units k, k + 8, ... of a tile from the ring and returns the next k: output rows
+// lane / 4 (sum[0], sum[1]) and lane / 4 + 8 (sum[2], sum[3]) for activation rows 2 (lane % 4) and
+// the next. `row`: where in shared memory activation row lane / 4 has the tile's first column of
+// this lane (16 (lane % 4)). f32 within 64 columns, then scaled sums in column order.
+__device__ __forceinline__ int add_tile(const DecodeArguments& a, Fixed& f, int layer,
+                                        RingPlace& ring, int k, const MatrixPlan& m,
+                                        std::uint32_t row, float (&sum)[4]) {
+  return m.unit_k == kUnitColumns ? add_units<true>(a, f, layer, ring, k, m.units, row, sum)
+                                  : add_units<false>(a, f, layer, ring, k, m.units, row, sum);
 }
 
 // A chunk's sums as [output row][activation row].
@@ -818,53 +817,61 @@ __device__ __forceinline__ void store_chunk(float* to, const float (&sum)[4]) {
   }
 }
 
-// One block: `tiles` tiles x m.chunks chunks, [tile][chunk], whose first has the linear number
-// `first` in the warps' lists, times `rows` activation rows from shared address `from` on. Leaves
-// the sums, in chunk order, in f.out[row][tile * 16 + output row], times f.row_up[row] if `scaled`.
-// Not inlined, for the instruction cache's sake.
+// One job: `tiles` tiles of m.units units times `rows` activation rows from shared address `from`
+// on. Leaves the sums, in chunk order, in f.out[row][tile * 16 + output row], times f.row_up[row]
+// if `scaled`. Not inlined, for the instruction cache's sake.
 struct BlockJob {
-  int first, tiles, rows, stride, layer;
+  int tiles, rows, stride, layer;
   std::uint32_t from;
   bool scaled;
 };
 template <int R>
-__device__ __noinline__ RingPlace block_product(const DecodeArguments& a, Fixed& f, float* partial,
-                                                const MatrixPlan& m, const BlockJob job,
-                                                RingPlace ring) {
+__device__ __noinline__ RingPlace block_product(float* partial, const MatrixPlan& m,
+                                                const BlockJob job, RingPlace ring) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const int tid = static_cast<int>(threadIdx.x);
-  const int warp = tid / 32;
   const int lane = tid % 32;
+  const int units = m.units;
   const int chunks = m.chunks;
-  const int chunk_bytes = m.chunk_units * m.unit_k * 2;
+  constexpr int kTileSums = kTileRows * R;
   const std::uint32_t row =
       job.from +
       static_cast<std::uint32_t>(min(lane / 4, job.rows - 1) * job.stride + lane % 4 * 32);
-  const int wave_tiles = min(kWaveChunks / chunks, 4);
+  const int wave_tiles = kWaveChunks / chunks;
+  int k = tid / 32;  // unit of the tile
+  int tile = 0;
+  while (k >= units) {
+    k -= units;
+    ++tile;
+  }
   for (int tile0 = 0; tile0 < job.tiles; tile0 += wave_tiles) {
     const int count = min(wave_tiles, job.tiles - tile0);
-    int i = (warp - job.first - tile0 * chunks) & (kWarps - 1);
-    int chunk = i % chunks;
-    for (; i < count * chunks; i += kWarps) {
+    while (tile < tile0 + count) {
+      float* to = partial + ((tile - tile0) * chunks + k % kWarps) * kTileSums;
       float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-      chunk_product(a, f, job.layer, ring, m.chunk_units, m.unit_k,
-                    row + static_cast<std::uint32_t>(chunk * chunk_bytes), sum);
-      store_chunk<R>(partial + i * kTileRows * R, sum);
-      chunk += kWarps;
-      while (chunk >= chunks) chunk -= chunks;
+      k = add_tile(a, f, job.layer, ring, k, m, row, sum);
+      store_chunk<R>(to, sum);
+      while (k >= units) {
+        k -= units;
+        ++tile;
+      }
     }
     sync_compute();
-    const int s = tid & (R - 1);
-    const int tile = tid / (kTileRows * R);
-    if (tile < count && s < job.rows) {
-      const float* from = partial + tile * chunks * kTileRows * R + tid % (kTileRows * R);
+    for (int v = tid; v < count * kTileSums; v += kThreads) {
+      const int s = v & (R - 1);
+      if (s >= job.rows) continue;
+      const int of = v / kTileSums;
+      const float* from = partial + of * chunks * kTileSums + v % kTileSums;
       float sum = 0.0F;
 #pragma unroll 8
-      for (int k = 0; k < chunks; ++k) sum += from[k * kTileRows * R];
+      for (int c = 0; c < chunks; ++c) sum += from[c * kTileSums];
       if (job.scaled) sum *= f.row_up[s];
-      f.out[s * kOutPitch + (tile0 + tile) * kTileRows + tid / R % kTileRows] = sum;
+      f.out[s * kOutPitch + (tile0 + of) * kTileRows + v / R % kTileRows] = sum;
     }
     sync_compute();
   }
+  finish_job(ring, job.tiles * units);
   return ring;
 }
 
@@ -978,7 +985,9 @@ __device__ __forceinline__ void new_row(const DecodeArguments& a, Fixed& f, int 
 }
 
 // The row warps: prepare the new cache rows while the others compute the queries.
-__device__ __noinline__ void produce_rows(const DecodeArguments& a, Fixed& f, std::uint8_t* fresh) {
+__device__ __noinline__ void produce_rows(std::uint8_t* fresh) {
+  Fixed& f = fixed_part();
+  const DecodeArguments& a = f.arguments;
   const DecodePlan& p = a.plan;
   const int index = static_cast<int>(threadIdx.x) / 32 - kWarps - 1;
   const std::uint32_t done = *static_cast<volatile std::uint32_t*>(a.counter);
@@ -986,7 +995,7 @@ __device__ __noinline__ void produce_rows(const DecodeArguments& a, Fixed& f, st
   volatile int* dead = &f.dead;
   for (int layer = 0; layer < a.layers; ++layer) {
     const std::uint32_t tag = (done + static_cast<std::uint32_t>(layer)) | 0x80000000U;
-    while (*wanted <= layer && *dead == 0) __nanosleep(100);
+    while (*wanted <= layer && *dead == 0) __nanosleep(500);
     if (*dead != 0) return;
     __threadfence_block();
     // A request for a later layer: nobody wanted this one's.
@@ -997,6 +1006,27 @@ __device__ __noinline__ void produce_rows(const DecodeArguments& a, Fixed& f, st
     __threadfence_block();
     if (threadIdx.x % 32 == 0) *const_cast<volatile int*>(&f.rows_ready[index]) = layer + 1;
   }
+}
+
+// Until row warp s % 3 has this layer's new row s.
+__device__ __forceinline__ void await_row(Fixed& f, int layer, int s) {
+  volatile int* ready = &f.rows_ready[s % kRowWarps];
+  std::uint32_t rounds = 0;
+  std::uint64_t start = 0;
+  while (*ready <= layer) {
+    if ((++rounds & 127U) == 0) {
+      start = give_up(start, layer, kStageKv, s, static_cast<std::uint32_t>(layer + 1),
+                      static_cast<std::uint32_t>(*ready));
+      if (start == kGiveUp) break;
+    }
+  }
+  __threadfence_block();
+}
+
+__device__ __forceinline__ std::uint32_t widen_to_bf16(std::uint32_t pair, float unit) {
+  const std::uint32_t h = widen_e4m3(pair);
+  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&h));
+  return pack_bf16(x.x * unit, x.y * unit);
 }
 
 template <int R>
@@ -1024,21 +1054,27 @@ struct Machine {
         act(activations),
         partial(partials),
         fresh(fresh_rows) {
+    renew();
+    act_address = shared_address(act);
+    ring = {shared_address(ring_base),
+            shared_address(&f.full[0]),
+            shared_address(&f.consumed[warp]),
+            p.ring_slots,
+            0,
+            0,
+            0};
+  }
+
+  // Who this thread is, in a way that keeps the compiler from computing in front of the layer loop
+  // what follows from it: that lies in local memory then.
+  __device__ __forceinline__ void renew() {
     tid = static_cast<int>(threadIdx.x);
+    cta = static_cast<int>(blockIdx.x);
+    asm volatile("" : "+r"(tid), "+r"(cta));
     warp = tid / 32;
     lane = tid % 32;
     g = lane / 4;
     t = lane % 4;
-    cta = static_cast<int>(blockIdx.x);
-    act_address = shared_address(act);
-    ring = {
-        shared_address(ring_base) + static_cast<std::uint32_t>(warp * p.ring_slots * kSlotBytes),
-        shared_address(&f.full[warp][0]),
-        shared_address(&f.consumed[warp]),
-        p.ring_slots,
-        0,
-        0,
-        0};
   }
 
   // ---- waiting
@@ -1055,27 +1091,23 @@ struct Machine {
   __device__ __forceinline__ const float* parameters(std::int64_t at) const {
     return reinterpret_cast<const float*>(a.layer[layer].weights + at);
   }
-  __device__ __forceinline__ void product(const MatrixPlan& m, int first, int tiles, int rows,
-                                          int stride, bool scaled) {
-    ring = block_product<R>(a, f, partial, m,
-                            {first, tiles, rows, stride, layer, act_address, scaled}, ring);
+  __device__ __forceinline__ void product(const MatrixPlan& m, int tiles, int rows, int stride,
+                                          bool scaled) {
+    ring = block_product<R>(partial, m, {tiles, rows, stride, layer, act_address, scaled}, ring);
   }
   // Rows of the residual stream from all CTAs' columns, normalised.
   __device__ __forceinline__ void gather_hidden(const uint4* from, std::uint32_t of_tag,
                                                 std::int64_t gain, int stage) {
-    gather<R, true>(a, f, act,
-                    {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * kTileRows,
-                     p.hidden, 2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
+    gather<R, true>(act, {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * kTileRows,
+                          p.hidden, 2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
   }
 
   __device__ __forceinline__ void qkv_a() {
     const MatrixPlan& m = p.qkv_a;
     const int stride = 2 * p.hidden + 16;
-    int first = 0;
-    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
-      product(m, first, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
-      publish_block(a, f, box + p.box_qkv_a, tag, m.blocks, block, m.packets,
-                    m.block_tiles * kTileRows);
+    for (int block = cta; block < m.blocks; block += p.grid) {
+      product(m, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
+      publish_block(box + p.box_qkv_a, tag, m.blocks, block, m.packets, m.block_tiles * kTileRows);
     }
     // The row warps may look for the new cache rows from here on: before, they would only poll.
     if (tid == 0 && f.picks_fresh != 0) {
@@ -1086,14 +1118,12 @@ struct Machine {
   __device__ __forceinline__ void q_b() {
     const int stride = 2 * p.q_lora + 16;
     const int in_columns = p.qkv_a.block_tiles * kTileRows;
-    gather<R, true>(a, f, act,
-                    {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
-                     p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
-                     parameters(a.weights.norm_q), a.eps_latent});
+    gather<R, true>(act, {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
+                          p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
+                          parameters(a.weights.norm_q), a.eps_latent});
     const MatrixPlan& m = p.q_b;
-    int first = 0;
-    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
-      product(m, first, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
+    for (int block = cta; block < m.blocks; block += p.grid) {
+      product(m, min(m.block_tiles, m.tiles - block * m.block_tiles), p.rows, stride, false);
       const int columns = m.block_tiles * kTileRows;
       const int in_head = block * columns % kQueryHead;
       if (in_head >= kNope) {  // a block lies in one part of a head
@@ -1109,7 +1139,7 @@ struct Machine {
         }
         sync_compute();
       }
-      publish_block(a, f, box + p.box_q_b, tag, m.blocks, block, m.packets, columns);
+      publish_block(box + p.box_q_b, tag, m.blocks, block, m.packets, columns);
     }
   }
 
@@ -1118,8 +1148,7 @@ struct Machine {
     constexpr int kStride = 2 * kNope + 16;
     const int head_blocks = kQueryHead / (p.q_b.block_tiles * kTileRows);
     const int nope_packets = kNope / (p.q_b.block_tiles * kTileRows) * p.q_b.packets;
-    int first = 0;
-    for (int block = cta; block < m.blocks; block += p.grid, first += m.block_tiles * m.chunks) {
+    for (int block = cta; block < m.blocks; block += p.grid) {
       const int head = block * m.block_tiles * kTileRows / kLatent;
       if (warp < p.rows) {  // a warp a row, at most 48 packets
         const uint4* row =
@@ -1157,9 +1186,8 @@ struct Machine {
         }
       }
       sync_compute();
-      product(m, first, m.block_tiles, p.rows, kStride, true);
-      publish_block(a, f, box + p.box_uk, tag, m.blocks, block, m.packets,
-                    m.block_tiles * kTileRows);
+      product(m, m.block_tiles, p.rows, kStride, true);
+      publish_block(box + p.box_uk, tag, m.blocks, block, m.packets, m.block_tiles * kTileRows);
     }
   }
 
@@ -1207,95 +1235,110 @@ struct Machine {
       }
     }
   }
-  // Until row warp s % 3 has this layer's new row s.
-  __device__ __forceinline__ void await_row(int s) {
-    volatile int* ready = &f.rows_ready[s % kRowWarps];
-    std::uint32_t rounds = 0;
-    std::uint64_t start = 0;
-    while (*ready <= layer) {
-      if ((++rounds & 127U) == 0) {
-        start = give_up(a, f, start, layer, kStageKv, s, static_cast<std::uint32_t>(layer + 1),
-                        static_cast<std::uint32_t>(*ready));
-        if (start == kGiveUp) break;
-      }
-    }
-    __threadfence_block();
-  }
 
-  // A sixteenth of one of 32 cache rows, on its way to shared memory.
-  struct KeyPart {
-    uint4 x[4];
-    uint2 rope;
-    float unit[2];
-    int state;  // 0: beyond the end, 1: from the cache, 2 + k: new row k of this step
-  };
-  __device__ __forceinline__ void fetch_keys(KeyPart& k, int s, int first, int count) {
-    const int r = tid / 16;
+  // 0: no row, 1: from the cache, 2 + k: new row k of this step.
+  __device__ __forceinline__ int key_state(std::int64_t slot) const {
+    int state = slot >= 0 ? 1 : 0;
+#pragma unroll
+    for (int i = 0; i < R; ++i) state = slot >= 0 && f.slot[i] == slot ? 2 + i : state;
+    return state;
+  }
+  // The keys of one attention task, at most 64, as bf16 rows; zero beyond the end. A thread has a
+  // sixteenth of a row; of FP8 rows four are on their way at once.
+  __device__ __forceinline__ void load_keys(int s, int first, int picks) {
+    constexpr int kPassRows = kThreads / 16;
+    constexpr int kPasses = kSplitPicks / kPassRows;
+    const LayerArguments& l = a.layer[layer];
+    const std::int32_t* list = l.picks + l.pick_offsets[a.row_begin + s] + first;
     const int part = tid % 16;
-    k.state = 0;
-    if (r >= count) return;
-    const std::int64_t slot =
-        a.layer[layer].picks[a.layer[layer].pick_offsets[a.row_begin + s] + first + r];
-    k.state = 1;
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-      if (f.slot[i] == slot) k.state = 2 + i;
-    }
-    if (k.state != 1) return;
-    const std::uint8_t* row = cache_row(a, layer, slot);
+    std::uint8_t* keys = act + kKeysAt + tid / 16 * kKeyPitch;
     if (a.kv_format == KvFormat::kBf16) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) k.x[i] = reinterpret_cast<const uint4*>(row)[i * 16 + part];
-      k.rope = reinterpret_cast<const uint2*>(row + 2 * kLatent)[part];
+#pragma unroll 1
+      for (int k = 0; k < kPasses; ++k, keys += kPassRows * kKeyPitch) {
+        const int r = k * kPassRows + tid / 16;
+        const std::int64_t slot = r < picks ? list[r] : -1;
+        const int state = key_state(slot);
+        if (state == 1) {
+          copy_key(keys, cache_row(a, layer, slot), part);
+        } else {
+          other_key(keys, state, part);
+        }
+      }
       return;
     }
-    k.x[0] = reinterpret_cast<const uint4*>(row)[part];
-    k.x[1] = reinterpret_cast<const uint4*>(row)[16 + part];
-    if (a.kv_format == KvFormat::kFp8Scaled) {
-      k.unit[0] = reinterpret_cast<const float*>(row + kLatent)[part / 8];
-      k.unit[1] = reinterpret_cast<const float*>(row + kLatent)[2 + part / 8];
-      k.rope = reinterpret_cast<const uint2*>(row + kLatent + 16)[part];
-    } else {
-      k.unit[0] = 1.0F;
-      k.unit[1] = 1.0F;
-      k.rope.x = reinterpret_cast<const std::uint32_t*>(row + kLatent)[part];
+    const bool scaled = a.kv_format == KvFormat::kFp8Scaled;
+    int state[kPasses];
+    const std::uint8_t* row[kPasses];
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k) {
+      const int r = k * kPassRows + tid / 16;
+      const std::int64_t slot = r < picks ? list[r] : -1;
+      state[k] = key_state(slot);
+      row[k] = state[k] == 1 ? cache_row(a, layer, slot) : nullptr;
     }
-  }
-  // Rows past the end become zero.
-  __device__ __forceinline__ void store_keys(const KeyPart& k, int first) {
-    const int r = first + tid / 16;
-    const int part = tid % 16;
-    auto* to = reinterpret_cast<uint4*>(act + kKeysAt + r * kKeyPitch);
-    auto* rope = reinterpret_cast<uint2*>(act + kKeysAt + r * kKeyPitch + 2 * kLatent) + part;
-    if (k.state == 0) {
+    uint4 x[kPasses][2];
+    uint2 rope[kPasses];
+    float unit[kPasses][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[i * 16 + part] = make_uint4(0U, 0U, 0U, 0U);
-      *rope = make_uint2(0U, 0U);
-    } else if (k.state >= 2) {
-      await_row(k.state - 2);
-      const std::uint8_t* row = fresh + (k.state - 2) * kKeyPitch;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[i * 16 + part] = reinterpret_cast<const uint4*>(row)[i * 16 + part];
-      *rope = reinterpret_cast<const uint2*>(row + 2 * kLatent)[part];
-    } else if (a.kv_format == KvFormat::kBf16) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i * 16 + part] = k.x[i];
-      *rope = k.rope;
-    } else {
-      *rope = a.kv_format == KvFormat::kFp8Scaled
-                  ? k.rope
-                  : make_uint2(widen_to_bf16(k.rope.x, 1.0F), widen_to_bf16(k.rope.x >> 16, 1.0F));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        to[(i * 16 + part) * 2] = make_uint4(
-            widen_to_bf16(k.x[i].x, k.unit[i]), widen_to_bf16(k.x[i].x >> 16, k.unit[i]),
-            widen_to_bf16(k.x[i].y, k.unit[i]), widen_to_bf16(k.x[i].y >> 16, k.unit[i]));
-        to[(i * 16 + part) * 2 + 1] = make_uint4(
-            widen_to_bf16(k.x[i].z, k.unit[i]), widen_to_bf16(k.x[i].z >> 16, k.unit[i]),
-            widen_to_bf16(k.x[i].w, k.unit[i]), widen_to_bf16(k.x[i].w >> 16, k.unit[i]));
+    for (int k = 0; k < kPasses; ++k) {
+      x[k][0] = x[k][1] = make_uint4(0U, 0U, 0U, 0U);
+      rope[k] = make_uint2(0U, 0U);
+      unit[k][0] = unit[k][1] = 1.0F;
+      if (row[k] == nullptr) continue;
+      x[k][0] = __ldcg(reinterpret_cast<const uint4*>(row[k]) + part);
+      x[k][1] = __ldcg(reinterpret_cast<const uint4*>(row[k]) + 16 + part);
+      if (scaled) {
+        unit[k][0] = __ldcg(reinterpret_cast<const float*>(row[k] + kLatent) + part / 8);
+        unit[k][1] = __ldcg(reinterpret_cast<const float*>(row[k] + kLatent) + 2 + part / 8);
+        rope[k] = __ldcg(reinterpret_cast<const uint2*>(row[k] + kLatent + 16) + part);
+      } else {
+        rope[k].x = __ldcg(reinterpret_cast<const std::uint32_t*>(row[k] + kLatent) + part);
       }
     }
+#pragma unroll
+    for (int k = 0; k < kPasses; ++k, keys += kPassRows * kKeyPitch) {
+      if (state[k] != 1) {
+        other_key(keys, state[k], part);
+        continue;
+      }
+      *(reinterpret_cast<uint2*>(keys + 2 * kLatent) + part) =
+          scaled ? rope[k]
+                 : make_uint2(widen_to_bf16(rope[k].x, 1.0F), widen_to_bf16(rope[k].x >> 16, 1.0F));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 v = x[k][i];
+        const float u = unit[k][i];
+        auto* to = reinterpret_cast<uint4*>(keys) + (i * 16 + part) * 2;
+        to[0] = make_uint4(widen_to_bf16(v.x, u), widen_to_bf16(v.x >> 16, u),
+                           widen_to_bf16(v.y, u), widen_to_bf16(v.y >> 16, u));
+        to[1] = make_uint4(widen_to_bf16(v.z, u), widen_to_bf16(v.z >> 16, u),
+                           widen_to_bf16(v.w, u), widen_to_bf16(v.w >> 16, u));
+      }
+    }
+  }
+  // This thread's sixteenth of a bf16 row.
+  static __device__ __forceinline__ void copy_key(std::uint8_t* to, const std::uint8_t* from,
+                                                  int part) {
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = reinterpret_cast<const uint4*>(from)[i * 16 + part];
+    const uint2 rope = reinterpret_cast<const uint2*>(from + 2 * kLatent)[part];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(to)[i * 16 + part] = x[i];
+    reinterpret_cast<uint2*>(to + 2 * kLatent)[part] = rope;
+  }
+  // A key that is not in the cache: zeros, or a new row of this step.
+  __device__ __forceinline__ void other_key(std::uint8_t* to, int state, int part) {
+    if (state >= 2) {
+      await_row(f, layer, state - 2);
+      copy_key(to, fresh + (state - 2) * kKeyPitch, part);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      reinterpret_cast<uint4*>(to)[i * 16 + part] = make_uint4(0U, 0U, 0U, 0U);
+    }
+    reinterpret_cast<uint2*>(to + 2 * kLatent)[part] = make_uint2(0U, 0U);
   }
   static __device__ __forceinline__ std::uint32_t widen_to_bf16(std::uint32_t pair, float unit) {
     const std::uint32_t h = widen_e4m3(pair);
@@ -1320,13 +1363,14 @@ struct Machine {
                          (static_cast<std::int64_t>(s) * p.q_b.blocks +
                           group * kHeadGroup * (kQueryHead / q_columns)) *
                              p.q_b.packets;
-    for (int q0 = tid; q0 < total; q0 += 2 * kThreads) {
-      const uint4* from[2];
-      uint4 got[2];
-      int at[2];
-      int n[2];
+    constexpr int kFlight = 4;
+    for (int q0 = tid; q0 < total; q0 += kFlight * kThreads) {
+      const uint4* from[kFlight];
+      uint4 got[kFlight];
+      int at[kFlight];
+      int n[kFlight];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < kFlight; ++k) {
         const int q = min(q0 + k * kThreads, total - 1);
         const int head = q / head_packets;
         int in_head = q - head * head_packets;
@@ -1348,7 +1392,7 @@ struct Machine {
       }
       poll(from, got, kStageAttention);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < kFlight; ++k) {
         auto* to = reinterpret_cast<std::uint32_t*>(act + kQueryAt + at[k]);
         to[0] = got[k].x;
         if (n[k] > 2) to[1] = got[k].y;
@@ -1365,36 +1409,37 @@ struct Machine {
   __device__ __forceinline__ void attention_task(int s, int split, int group, int picks) {
     gather_queries(s, group);
     sync_compute();
-    {  // 4 tiles of 16 picks x 4 quarters of the 576 columns
+    {  // 4 tiles of 16 picks x 2 halves of the 576 columns, two sums each
       const int tile = warp & 3;
-      const int quarter = warp >> 2;
-      float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+      const int half = warp >> 2;
+      float d[2][4] = {{0.0F, 0.0F, 0.0F, 0.0F}, {0.0F, 0.0F, 0.0F, 0.0F}};
       const std::uint32_t keys =
           act_address + static_cast<std::uint32_t>(kKeysAt + (tile * 16 + lane % 16) * kKeyPitch +
-                                                   (lane / 16) * 16 + quarter * 288);
-      const std::uint8_t* query = act + kQueryAt + g * kKeyPitch + quarter * 288 + t * 4;
+                                                   (lane / 16) * 16 + half * 576);
+      const std::uint8_t* query = act + kQueryAt + g * kKeyPitch + half * 576 + t * 4;
 #pragma unroll
-      for (int k = 0; k < 9; ++k) {
+      for (int k = 0; k < 18; ++k) {
         std::uint32_t m[4];
         load_matrix(m, keys + static_cast<std::uint32_t>(k * 32));
-        mma_bf16(d, m, *reinterpret_cast<const std::uint32_t*>(query + k * 32),
+        mma_bf16(d[k / 9], m, *reinterpret_cast<const std::uint32_t*>(query + k * 32),
                  *reinterpret_cast<const std::uint32_t*>(query + k * 32 + 16));
       }
       sync_compute();
       float* to = reinterpret_cast<float*>(act + kQueryAt) +
-                  (quarter * kSplitPicks + tile * 16 + g) * kHeadGroup + 2 * t;
-      *reinterpret_cast<float2*>(to) = make_float2(d[0], d[1]);
-      *reinterpret_cast<float2*>(to + 8 * kHeadGroup) = make_float2(d[2], d[3]);
+                  (half * kSplitPicks + tile * 16 + g) * kHeadGroup + 2 * t;
+      *reinterpret_cast<float2*>(to) = make_float2(d[0][0] + d[1][0], d[0][1] + d[1][1]);
+      *reinterpret_cast<float2*>(to + 8 * kHeadGroup) =
+          make_float2(d[0][2] + d[1][2], d[0][3] + d[1][3]);
     }
     sync_compute();
-    if (warp < kHeadGroup) {  // a warp a head, two picks a lane
-      constexpr int kQuarter = kSplitPicks * kHeadGroup;
+    static_assert(kWarps == kHeadGroup);
+    {  // a warp a head, two picks a lane
       float x[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const float* l =
             reinterpret_cast<const float*>(act + kQueryAt) + (lane + 32 * k) * kHeadGroup + warp;
-        x[k] = ((l[0] + l[kQuarter]) + (l[2 * kQuarter] + l[3 * kQuarter])) * 0.0625F;
+        x[k] = (l[0] + l[kSplitPicks * kHeadGroup]) * 0.0625F;
         if (lane + 32 * k >= picks) x[k] = -INFINITY;
       }
       const float top = warp_max(fmaxf(x[0], x[1]));
@@ -1417,7 +1462,13 @@ struct Machine {
       }
     }
     sync_compute();
-    float o[2][4] = {{0.0F, 0.0F, 0.0F, 0.0F}, {0.0F, 0.0F, 0.0F, 0.0F}};
+    constexpr int kLatentTiles = kLatent / 16 / kWarps;
+    float o[kLatentTiles][4];
+#pragma unroll
+    for (int m = 0; m < kLatentTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[m][i] = 0.0F;
+    }
 #pragma unroll
     for (int k = 0; k < kSplitPicks / 16; ++k) {
       const std::uint8_t* prob =
@@ -1428,14 +1479,14 @@ struct Machine {
       const std::uint32_t low0 = *reinterpret_cast<const std::uint32_t*>(prob + kLow);
       const std::uint32_t low1 = *reinterpret_cast<const std::uint32_t*>(prob + kLow + 16);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {  // 16 latents x 8 heads each
+      for (int m = 0; m < kLatentTiles; ++m) {  // 16 latents x 8 heads each
         std::uint32_t v[4];
         // Transposed 8x8 matrices: {latents 0-7, picks 0-7}, {8-15, 0-7}, {0-7, 8-15}, {8-15,
         // 8-15}.
         load_matrix_transposed(
             v, act_address + static_cast<std::uint32_t>(
                                  kKeysAt + (k * 16 + (lane / 16) * 8 + lane % 8) * kKeyPitch +
-                                 (warp * 32 + m * 16 + (lane / 8 % 2) * 8) * 2));
+                                 ((warp * kLatentTiles + m) * 16 + (lane / 8 % 2) * 8) * 2));
         mma_bf16(o[m], v, high0, high1);
         mma_bf16(o[m], v, low0, low1);
       }
@@ -1445,8 +1496,8 @@ struct Machine {
     const float n0 = 1.0F / f.split_sum[2 * t];
     const float n1 = 1.0F / f.split_sum[2 * t + 1];
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int latent = warp * 32 + m * 16 + g;
+    for (int m = 0; m < kLatentTiles; ++m) {
+      const int latent = (warp * kLatentTiles + m) * 16 + g;
       out[(2 * t) * (kKeyPitch / 2) + latent] = __float2half_rn(o[m][0] * n0);
       out[(2 * t + 1) * (kKeyPitch / 2) + latent] = __float2half_rn(o[m][1] * n1);
       out[(2 * t) * (kKeyPitch / 2) + latent + 8] = __float2half_rn(o[m][2] * n0);
@@ -1483,26 +1534,19 @@ struct Machine {
       const int group = task - s * per_row - split * p.head_groups;
       const int picks = min(kSplitPicks, pick_count(s) - split * kSplitPicks);
       if (picks <= 0) continue;
-      KeyPart first;
-      KeyPart second;
-      fetch_keys(first, s, split * kSplitPicks, picks);
-      fetch_keys(second, s, split * kSplitPicks + 32, picks - 32);
-      store_keys(first, 0);
-      store_keys(second, 32);
+      load_keys(s, split * kSplitPicks, picks);
       attention_task(s, split, group, picks);
     }
     // The rows that this CTA stores must be on their way before the next request.
     if (tid == 0 && f.picks_fresh != 0) {
-      for (int s = 0; s < min(p.rows, kRowWarps); ++s) await_row(s);
+      for (int s = 0; s < min(p.rows, kRowWarps); ++s) await_row(f, layer, s);
     }
   }
 
   // Merges the splits of one head and row, then W_UV: o = W_UV o_lat.
   __device__ __forceinline__ void uv() {
     const int tiles = p.uv_part_tiles();
-    const int per_task = tiles * p.uv.chunks;
-    int first = 0;
-    for (int task = cta; task < p.uv_tasks(p.rows); task += p.grid, first += per_task) {
+    for (int task = cta; task < p.uv_tasks(p.rows); task += p.grid) {
       const int s = task / (p.heads * p.uv_parts);
       const int head_part = task - s * p.heads * p.uv_parts;
       const int head = head_part / p.uv_parts;
@@ -1510,14 +1554,15 @@ struct Machine {
       const uint4* base =
           box + p.box_partial +
           (static_cast<std::int64_t>(s) * p.heads + head) * kMaxSplits * kPartialPackets;
-      constexpr int kGroups = 5;
+      constexpr int kGroups = 2;
       constexpr int kGroupThreads = kPartialPackets - 1;
       constexpr int kOfGroup = (kMaxSplits + kGroups - 1) / kGroups;
       static_assert(kGroups * kGroupThreads <= kThreads - 32);
       auto* sums = reinterpret_cast<float*>(act + 2 * kLatent + 16);
       const int group = tid / kGroupThreads;
       const int j = tid - group * kGroupThreads;
-      uint4 got[kOfGroup];
+      static_assert(kOfGroup == 16);
+      uint4 got[2][8];  // in two batches
       if (splits > 0) {
         if (warp == kWarps - 1) {
           const uint4* from[1] = {base + min(lane, splits - 1) * kPartialPackets + kGroupThreads};
@@ -1528,13 +1573,16 @@ struct Machine {
           const float w = lane < splits ? __expf(m - top) * __uint_as_float(stats[0].y) : 0.0F;
           f.split_weight[lane] = w / warp_sum(w);
         } else if (group < min(kGroups, splits)) {
-          const uint4* from[kOfGroup];
 #pragma unroll
-          for (int k = 0; k < kOfGroup; ++k) {
-            const int at = group + k * kGroups;
-            from[k] = base + (at < splits ? at : group) * kPartialPackets + j;
+          for (int half = 0; half < 2; ++half) {
+            const uint4* from[8];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+              const int at = group + (half * 8 + k) * kGroups;
+              from[k] = base + (at < splits ? at : group) * kPartialPackets + j;
+            }
+            poll(from, got[half], kStageUv);
           }
-          poll(from, got, kStageUv);
         }
       }
       sync_compute();
@@ -1545,7 +1593,8 @@ struct Machine {
           const int at = group + k * kGroups;
           if (at >= splits) continue;
           const float w = f.split_weight[at];
-          const std::uint32_t x[3] = {got[k].x, got[k].y, got[k].z};
+          const uint4 of = got[k / 8][k % 8];
+          const std::uint32_t x[3] = {of.x, of.y, of.z};
 #pragma unroll
           for (int i = 0; i < 3; ++i) {
             const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&x[i]));
@@ -1560,13 +1609,13 @@ struct Machine {
       }
       sync_compute();
       {
-        float y = sums[tid];
-#pragma unroll
-        for (int k = 1; k < kGroups; ++k) y += sums[k * kLatent + tid];
-        reinterpret_cast<__half*>(act)[tid] = __float2half_rn(round_bf16(y));
+        const float2 y0 = reinterpret_cast<const float2*>(sums)[tid];
+        const float2 y1 = reinterpret_cast<const float2*>(sums + kLatent)[tid];
+        static_assert(kGroups == 2 && kLatent == 2 * kThreads);
+        reinterpret_cast<std::uint32_t*>(act)[tid] = pack_f16(y0.x + y1.x, y0.y + y1.y);
       }
       sync_compute();
-      product(p.uv, first, tiles, 1, 0, false);
+      product(p.uv, tiles, 1, 0, false);
       const int packets = p.uv_part_packets();
       const int columns = tiles * kTileRows;
       if (tid < packets) {
@@ -1587,10 +1636,9 @@ struct Machine {
     const int columns = p.heads * kValue;
     const int stride = 2 * columns + 16;
     const int blocks = p.heads * p.uv_parts;
-    gather<R, false>(a, f, act,
-                     {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(), kValue / p.uv_parts,
-                      columns, stride, kStageO, layer, nullptr, 0.0F});
-    product(m, 0, min(m.block_tiles, m.tiles - cta * m.block_tiles), p.rows, stride, true);
+    gather<R, false>(act, {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(),
+                           kValue / p.uv_parts, columns, stride, kStageO, layer, nullptr, 0.0F});
+    product(m, min(m.block_tiles, m.tiles - cta * m.block_tiles), p.rows, stride, true);
   }
 
   __device__ __forceinline__ void router() {
@@ -1600,7 +1648,7 @@ struct Machine {
     for (int u = warp; u < units; u += kWarps) {
       const int row = u / p.router_chunks;
       const int chunk = u - row * p.router_chunks;
-      const std::uint32_t unit = pin(acquire(a, f, layer, ring));
+      const std::uint32_t unit = pin(acquire(a, f, layer, ring, p.router_unit_k * 2));
       float v[R];
 #pragma unroll
       for (int s = 0; s < R; ++s) v[s] = 0.0F;
@@ -1629,6 +1677,7 @@ struct Machine {
       }
       release(ring);
     }
+    finish_job(ring, units);
     sync_compute();
     // Packet j of a row: scores of three experts.
     if (experts > 0 && tid < p.rows * p.router_packets) {
@@ -1662,7 +1711,7 @@ struct Machine {
       std::uint64_t start = 0;
       while (*listed < layer) {
         if ((++rounds & 127U) == 0) {
-          start = give_up(a, f, start, layer, kStageRouting, -1, 0, 0);
+          start = give_up(start, layer, kStageRouting, -1, 0, 0);
           if (start == kGiveUp) break;
         }
       }
@@ -1800,23 +1849,29 @@ struct Machine {
   __device__ __forceinline__ void up_gate(int begin, int end, int index0) {
     const int stride = 2 * p.hidden + 16;
     const MatrixPlan& m = p.up_gate;
+    const int units = m.units;
     const int chunks = m.chunks;
-    const int chunk_bytes = m.chunk_units * m.unit_k * 2;
     constexpr int kTileSums = kTileRows * R;
-    const int wave = min(kWaveChunks / chunks, 4);
+    const int wave = min(kWaveChunks / chunks, kThreads / (8 * R));
     const std::uint32_t row =
         act_address + static_cast<std::uint32_t>(min(g, p.rows - 1) * stride + t * 32);
+    int k = warp;  // unit of the tile
+    int mine = begin;
+    while (k >= units) {
+      k -= units;
+      ++mine;
+    }
     for (int tile0 = begin; tile0 < end; tile0 += wave) {
       const int tiles = min(wave, end - tile0);
-      int i = (warp - (tile0 - begin) * chunks) & (kWarps - 1);
-      int chunk = i % chunks;
-      for (; i < tiles * chunks; i += kWarps) {
+      while (mine < tile0 + tiles) {
+        float* to = partial + ((mine - tile0) * chunks + k % kWarps) * kTileSums;
         float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-        chunk_product(a, f, layer, ring, m.chunk_units, m.unit_k,
-                      row + static_cast<std::uint32_t>(chunk * chunk_bytes), sum);
-        store_chunk<R>(partial + i * kTileSums, sum);
-        chunk += kWarps;
-        while (chunk >= chunks) chunk -= chunks;
+        k = add_tile(a, f, layer, ring, k, m, row, sum);
+        store_chunk<R>(to, sum);
+        while (k >= units) {
+          k -= units;
+          ++mine;
+        }
       }
       sync_compute();
       // Thread: tile, row s, value i of 8. Four results of lanes side by side make a packet.
@@ -1829,9 +1884,9 @@ struct Machine {
         float gate = 0.0F;
         float up = 0.0F;
 #pragma unroll 4
-        for (int k = 0; k < chunks; ++k) {
-          gate += from[k * kTileSums];
-          up += from[k * kTileSums + 8 * R];
+        for (int c = 0; c < chunks; ++c) {
+          gate += from[c * kTileSums];
+          up += from[c * kTileSums + 8 * R];
         }
         mid = gate / (1.0F + __expf(-gate)) * up;
       }
@@ -1841,9 +1896,9 @@ struct Machine {
       if (tile < tiles && (tid & 3) == 0 && s < p.rows) {
         const int at = tile0 + tile;
         const int index = quotient(at, a.by_up_gate_tiles);
-        const int k = f.position[(index0 + index) * 8 + s];
-        if (k > 0 || (index0 == 0 && f.slot[s] >= 0)) {
-          const int pair = s * (p.top_k + 1) + (index0 == 0 ? 0 : k - 1);
+        const int of = f.position[(index0 + index) * 8 + s];
+        if (of > 0 || (index0 == 0 && f.slot[s] >= 0)) {
+          const int pair = s * (p.top_k + 1) + (index0 == 0 ? 0 : of - 1);
           store_local_packet(box + p.box_mid + static_cast<std::int64_t>(pair) * p.mid_packets() +
                                  (at - index * m.tiles) * 2 + value / 4,
                              pack_bf16(mid, m1), pack_bf16(m2, m3), 0U, tag);
@@ -1851,6 +1906,7 @@ struct Machine {
       }
       sync_compute();
     }
+    finish_job(ring, (end - begin) * units);
   }
 
   __device__ __forceinline__ void down() {
@@ -1858,32 +1914,55 @@ struct Machine {
     const int per_row = p.top_k + 1;
     const int pairs = p.rows * per_row;
     const int packets = p.mid_packets();
-    // A warp a (row, expert) pair: values, their maximum, f16 with a power-of-two scale that the
-    // pair's weight undoes.
-    for (int pair = warp; pair < pairs; pair += kWarps) {
-      if (f.slot[pair / per_row] < 0) continue;
-      const uint4* base = box + p.box_mid + static_cast<std::int64_t>(pair) * packets;
-      auto* to = reinterpret_cast<uint2*>(act + pair * stride);
-      float amax = 0.0F;
-      for (int q = lane; q < packets; q += 64) {
-        const uint4* from[2] = {base + q, base + (q + 32 < packets ? q + 32 : q)};
-        uint4 got[2];
-        poll(from, got, kStageMid);
-        to[q] = make_uint2(got[0].x, got[0].y);
-        if (q + 32 < packets) to[q + 32] = make_uint2(got[1].x, got[1].y);
+    // A warp a (row, expert) pair, several pairs at a time: values, their maximum, f16 with a
+    // power-of-two scale that the pair's weight undoes.
+    constexpr int kPairs = R == 1 ? 2 : 4;
+    for (int pair0 = warp; pair0 < pairs; pair0 += kPairs * kWarps) {
+      float amax[kPairs];
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-          amax = add_pair<false>(add_pair<false>(amax, got[k].x), got[k].y);
+      for (int k = 0; k < kPairs; ++k) amax[k] = 0.0F;
+      // Pairs of padding rows never come: a live pair of the batch stands in for them.
+      int live = -1;
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        const int pair = pair0 + k * kWarps;
+        if (pair < pairs && f.slot[pair / per_row] >= 0) live = pair;
       }
-      amax = warp_max(amax);
-      float down_scale;
-      float up_scale;
-      row_scale(amax, down_scale, up_scale);
-      if (lane == 0) f.pair_weight[pair] *= up_scale;
-      for (int q = lane; q < packets; q += 32) {
-        const uint2 x = to[q];
-        to[q] = make_uint2(pack_f16(bf16_low(x.x) * down_scale, bf16_high(x.x) * down_scale),
-                           pack_f16(bf16_low(x.y) * down_scale, bf16_high(x.y) * down_scale));
+      if (live < 0) continue;
+      for (int q0 = lane; q0 < packets; q0 += 64) {
+        const uint4* from[2 * kPairs];
+        uint4 got[2 * kPairs];
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; ++i) {
+          const int pair = pair0 + i / 2 * kWarps;
+          const int of = pair < pairs && f.slot[pair / per_row] >= 0 ? pair : live;
+          from[i] = box + p.box_mid + static_cast<std::int64_t>(of) * packets +
+                    min(q0 + i % 2 * 32, packets - 1);
+        }
+        poll(from, got, kStageMid);
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; ++i) {
+          const int pair = pair0 + i / 2 * kWarps;
+          const int q = q0 + i % 2 * 32;
+          if (pair >= pairs || q >= packets) continue;
+          reinterpret_cast<uint2*>(act + pair * stride)[q] = make_uint2(got[i].x, got[i].y);
+          amax[i / 2] = add_pair<false>(add_pair<false>(amax[i / 2], got[i].x), got[i].y);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        const int pair = pair0 + k * kWarps;
+        if (pair >= pairs || f.slot[pair / per_row] < 0) continue;
+        float down_scale;
+        float up_scale;
+        row_scale(warp_max(amax[k]), down_scale, up_scale);
+        if (lane == 0) f.pair_weight[pair] *= up_scale;
+        auto* to = reinterpret_cast<uint2*>(act + pair * stride);
+        for (int q = lane; q < packets; q += 32) {
+          const uint2 x = to[q];
+          to[q] = make_uint2(pack_f16(bf16_low(x.x) * down_scale, bf16_high(x.x) * down_scale),
+                             pack_f16(bf16_low(x.y) * down_scale, bf16_high(x.y) * down_scale));
+        }
       }
     }
     for (int i = tid; i < stride / 4; i += kThreads)
@@ -1892,29 +1971,46 @@ struct Machine {
     mark(kStageMid);
     const MatrixPlan& m = p.down;
     const int tiles = min(m.block_tiles, m.tiles - cta * m.block_tiles);
+    const int units = m.units;
     const int chunks = m.chunks;
-    const int chunk_bytes = m.chunk_units * m.unit_k * 2;
-    const int per_expert = tiles * chunks;
-    const int wave = kWaveChunks / per_expert;  // experts
+    // Partial sums behind the activations, where there is more room than in their own region: 15
+    // waves of 4 experts would cost 8 rows 20 us of barriers.
+    float* sums = partial;
+    int wave = kWaveChunks / (tiles * chunks);  // experts
+    const int used = (pairs + 1) * stride;
+    const int room = (p.act_bytes - used) / (kTileRows * R * 4) / (tiles * chunks);
+    if (room > wave) {
+      wave = room;
+      sums = reinterpret_cast<float*>(act + used);
+    }
     constexpr int kTileSums = kTileRows * R;
-    const int s = tid & (R - 1);
-    const int my_tile = tid / kTileSums;
-    float total = 0.0F;
+    constexpr int kTotals = (4 * kTileSums + kThreads - 1) / kThreads;
+    float total[kTotals];
+#pragma unroll
+    for (int i = 0; i < kTotals; ++i) total[i] = 0.0F;
+    int k = warp;  // unit of the tile, tile of the expert, expert
+    int tile = 0;
+    int index = 0;
+    const auto step = [&] {
+      while (k >= units) {
+        k -= units;
+        if (++tile == tiles) {
+          tile = 0;
+          ++index;
+        }
+      }
+    };
+    step();
     for (int index0 = 0; index0 < f.active_count; index0 += wave) {
       const int count = min(wave, f.active_count - index0);
-      int i = (warp - index0 * per_expert) & (kWarps - 1);
-      int index = i / per_expert;
-      int inner = i - index * per_expert;
-      for (; i < count * per_expert; i += kWarps) {
-        const int chunk = chunks == 1 ? 0 : inner % chunks;
-        const std::uint8_t* position = &f.position[(index0 + index) * 8];
-        const int k = g < p.rows ? position[g] : 0;
-        const int pair = k > 0 ? g * per_row + k - 1 : pairs;  // the last one is zero
+      while (index < index0 + count) {
+        float* to = sums + (((index - index0) * tiles + tile) * chunks + k % kWarps) * kTileSums;
+        const std::uint8_t* position = &f.position[index * 8];
+        const int of_row = g < p.rows ? position[g] : 0;
+        const int pair = of_row > 0 ? g * per_row + of_row - 1 : pairs;  // the last one is zero
+        const std::uint32_t row = act_address + static_cast<std::uint32_t>(pair * stride + t * 32);
         float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-        chunk_product(
-            a, f, layer, ring, m.chunk_units, m.unit_k,
-            act_address + static_cast<std::uint32_t>(pair * stride + chunk * chunk_bytes + t * 32),
-            sum);
+        k = add_tile(a, f, layer, ring, k, m, row, sum);
         // Routing weights of activation rows 2 t and 2 t + 1.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -1923,25 +2019,30 @@ struct Machine {
           sum[r] = of > 0 ? sum[r] * w : 0.0F;
           sum[r + 2] = of > 0 ? sum[r + 2] * w : 0.0F;
         }
-        store_chunk<R>(partial + i * kTileSums, sum);
-        inner += kWarps;
-        while (inner >= per_expert) {
-          inner -= per_expert;
-          ++index;
-        }
+        store_chunk<R>(to, sum);
+        step();
       }
       sync_compute();
-      if (my_tile < tiles) {
-        const float* from = partial + my_tile * chunks * kTileSums + tid % kTileSums;
+#pragma unroll
+      for (int i = 0; i < kTotals; ++i) {
+        const int v = tid + i * kThreads;
+        if (v >= tiles * kTileSums) continue;
+        const float* from = sums + v / kTileSums * chunks * kTileSums + v % kTileSums;
         for (int e = 0; e < count; ++e) {
-          for (int k = 0; k < chunks; ++k) total += from[k * kTileSums];
-          from += per_expert * kTileSums;
+          for (int c = 0; c < chunks; ++c) total[i] += from[c * kTileSums];
+          from += tiles * chunks * kTileSums;
         }
       }
       sync_compute();
     }
-    if (my_tile < tiles && s < p.rows) {
-      f.out[s * kOutPitch + my_tile * kTileRows + tid / R % kTileRows] = total;
+    finish_job(ring, f.active_count * tiles * units);
+#pragma unroll
+    for (int i = 0; i < kTotals; ++i) {
+      const int v = tid + i * kThreads;
+      const int s = v & (R - 1);
+      if (v < tiles * kTileSums && s < p.rows) {
+        f.out[s * kOutPitch + v / kTileSums * kTileRows + v / R % kTileRows] = total[i];
+      }
     }
     sync_compute();
   }
@@ -1976,6 +2077,7 @@ struct Machine {
     const std::uint32_t done = *static_cast<volatile std::uint32_t*>(a.counter);
     sync_compute();
     for (layer = 0; layer < a.layers; ++layer) {
+      renew();
       tag = (done + static_cast<std::uint32_t>(layer)) | 0x80000000U;
       const std::uint32_t parity = tag & 1U;
       const uint4* last_x = reinterpret_cast<const uint4*>(a.boxes) + (parity ^ 1U) * p.box_packets;
@@ -1988,7 +2090,7 @@ struct Machine {
       if (tid < kMaxExperts / 32) f.active_bits[tid] = 0U;
       const int stride = 2 * p.hidden + 16;
       if (layer == 0) {
-        load_input<R>(a, f, act, stride);
+        load_input<R>(act, stride);
       } else {
         // The rows that the previous layer published, under its tag.
         gather_hidden(last_x + p.box_x,
@@ -2010,7 +2112,7 @@ struct Machine {
       mark(kStageUv);
       o_projection();
       mark(kStageO);
-      reduce_columns(a, f, layer, tag, window_at + p.win_attention, box + p.box_a, false,
+      reduce_columns(layer, tag, window_at + p.win_attention, box + p.box_a, false,
                      kStageReduceAttention);
       mark(kStageReduceAttention);
       gather_hidden(box + p.box_a, tag, a.weights.norm_post, kStagePostNorm);
@@ -2032,8 +2134,8 @@ struct Machine {
       down();
       mark(kStageDown);
       if (tid == 0) f.picks_fresh = 0;
-      reduce_columns(a, f, layer, tag, window_at + p.win_experts, box + p.box_x,
-                     layer + 1 == a.layers, kStageReduceExperts);
+      reduce_columns(layer, tag, window_at + p.win_experts, box + p.box_x, layer + 1 == a.layers,
+                     kStageReduceExperts);
       sync_compute();
       mark(kStageReduceExperts);
     }
@@ -2052,20 +2154,23 @@ struct Machine {
 template <int R>
 __global__ void __launch_bounds__(kBlock, 1)
     decode_layer_kernel(const __grid_constant__ DecodeArguments arguments) {
-  extern __shared__ __align__(128) std::uint8_t shared[];
   const DecodePlan& p = arguments.plan;
+  Fixed& fixed = fixed_part();
+  auto* shared = reinterpret_cast<std::uint8_t*>(&fixed);
   // Fixed | activations | new cache rows | partial sums | ring
   std::uint8_t* act = shared + kFixedBytes;
   std::uint8_t* fresh = act + p.act_bytes;
   std::uint8_t* partial = fresh + R * kKeyPitch;
   std::uint8_t* ring = partial + kWaveChunks * kTileRows * R * 4;
-  auto& fixed = *reinterpret_cast<Fixed*>(shared);
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  for (unsigned i = threadIdx.x; i < sizeof(DecodeArguments) / 8; i += kBlock) {
+    reinterpret_cast<std::uint64_t*>(&fixed.arguments)[i] =
+        reinterpret_cast<const std::uint64_t*>(&arguments)[i];
+  }
+  static_assert(sizeof(DecodeArguments) % 8 == 0);
   if (threadIdx.x == 0) {
-    for (int w = 0; w < kWarps; ++w) {
-      for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&fixed.full[w][i]));
-      fixed.consumed[w] = 0;
-    }
+    for (int i = 0; i < p.ring_slots; ++i) barrier_init(shared_address(&fixed.full[i]));
+    for (int w = 0; w < kWarps; ++w) fixed.consumed[w] = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fixed.routed_layer = -1;
     fixed.listed_layer = 0;
@@ -2076,9 +2181,9 @@ __global__ void __launch_bounds__(kBlock, 1)
   }
   __syncthreads();
   if (warp == kWarps) {
-    produce(arguments, fixed, shared_address(ring));
+    produce(shared_address(ring));
   } else if (warp > kWarps) {
-    produce_rows(arguments, fixed, fresh);
+    produce_rows(fresh);
   } else {
     Machine<R> machine(arguments, fixed, act, fresh, reinterpret_cast<float*>(partial), ring);
     machine.run();
