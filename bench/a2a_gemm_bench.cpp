@@ -50,6 +50,7 @@ struct Options {
   std::string out;
   std::string commit;
   bool check = true;
+  bool late = false;
 };
 
 struct Variant {
@@ -130,8 +131,10 @@ class Problem {
   const DeviceBuffer<std::byte>& w() const { return w_; }
   const DeviceBuffer<float>& w_scales() const { return w_scales_; }
   int row_blocks() const { return args_.row_blocks; }
-  void launch(bool gated, int ctas, cudaStream_t stream) const {
+  void launch(bool gated, int ctas, cudaStream_t stream,
+              ChunkOrder order = ChunkOrder::kRotation) const {
     GemmArgs args = args_;
+    args.order = order;
     args.arrived = gated ? word(0, 0) : nullptr;
     PENSTOCK_CUDA_CHECK(launch_gemm_sm90(args, maps_, shape_.format, ctas, stream));
   }
@@ -241,6 +244,36 @@ std::vector<double> schedule_of(int ranks, int row_blocks, double total_us) {
   return at;
 }
 
+// The same with the first sender late: what it sends to a row block comes behind everybody else's.
+std::vector<double> late_schedule_of(int ranks, int row_blocks, double total_us) {
+  std::vector<double> at = schedule_of(ranks, row_blocks, total_us);
+  for (int block = 0; block < row_blocks; ++block) {
+    const auto place = [&](int step) {
+      return static_cast<std::size_t>(step * row_blocks + block);
+    };
+    const double last = at[place(ranks - 1)];
+    for (int step = ranks - 1; step > 1; --step) at[place(step)] = at[place(step - 1)];
+    at[place(1)] = last;
+  }
+  return at;
+}
+
+// As a tile in arrival order meets them: its k-th chunk is the k-th to come.
+std::vector<double> in_arrival_order(std::vector<double> at, int ranks, int row_blocks) {
+  for (int block = 0; block < row_blocks; ++block) {
+    std::vector<double> times;
+    for (int step = 1; step < ranks; ++step) {
+      times.push_back(at[static_cast<std::size_t>(step * row_blocks + block)]);
+    }
+    std::sort(times.begin(), times.end());
+    for (int step = 1; step < ranks; ++step) {
+      at[static_cast<std::size_t>(step * row_blocks + block)] =
+          times[static_cast<std::size_t>(step - 1)];
+    }
+  }
+  return at;
+}
+
 class Runner {
  public:
   explicit Runner(const Options& options) : options_(options) {
@@ -335,6 +368,26 @@ class Runner {
                               problem.launch(false, scripted_ctas, on);
                             },
                             schedule});
+        if (!options_.late) continue;
+        variants.push_back({fmt::format("scripted {:.2f}: arrival order", ratio),
+                            [&, i](cudaStream_t on) {
+                              script(i, script_stream_);
+                              problem.launch(true, scripted_ctas, on, ChunkOrder::kArrival);
+                            },
+                            schedule});
+        const auto late = late_schedule_of(shape.ranks, problem.row_blocks(), ratio * open_us);
+        const std::size_t j = scripts_.size();
+        add_script(problem, shape, late);
+        for (const ChunkOrder order : {ChunkOrder::kRotation, ChunkOrder::kArrival}) {
+          const bool arrival = order == ChunkOrder::kArrival;
+          variants.push_back(
+              {fmt::format("one late {:.2f}: {}", ratio, arrival ? "arrival order" : "rotation"),
+               [&, j, order](cudaStream_t on) {
+                 script(j, script_stream_);
+                 problem.launch(true, scripted_ctas, on, order);
+               },
+               arrival ? in_arrival_order(late, shape.ranks, problem.row_blocks()) : late});
+        }
       }
     }
     run_rounds(variants, options_.rounds, [&] {
@@ -377,7 +430,7 @@ class Runner {
   void run_rounds(std::vector<Variant>& variants, int rounds, Prepare&& prepare) {
     Rounds{variants.size(), 2, rounds}.run([&](std::size_t i, bool kept) {
       Variant& v = variants[i];
-      if (v.name.rfind("scripted", 0) == 0) prepare();
+      if (!v.arrival_us.empty()) prepare();
       // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
       PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), 0, scrub_.bytes(), stream_));
       PENSTOCK_CUDA_CHECK(cudaEventRecord(begin_, stream_));
@@ -504,6 +557,8 @@ int main(int argc, char** argv) {
   app.add_option("--cublaslt", options.cublaslt, "path of libcublasLt.so.13");
   app.add_option("--out", options.out, "file that JSON lines are appended to");
   app.add_option("--commit", options.commit, "written into each line");
+  app.add_flag("--late", options.late,
+               "also chunks in arrival order, and scripts in which one sender is late");
   app.add_flag("!--no-check", options.check, "leave the sampled check out");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -61,10 +61,11 @@ void report(const Settings& s, const BenchOptions& o, std::int32_t sequence,
   const double nccl_dense = median_of(result, BenchVariant::kNcclDense);
   const double best_nccl =
       nccl_dense > 0.0 ? (nccl > 0.0 ? std::min(nccl, nccl_dense) : nccl_dense) : nccl;
-  std::cerr << fmt::format("{} hidden {} sequence {} ranks {}{}{}: {}; differing {} ({}){}\n",
-                           to_string(o.shape.format), s.hidden, sequence, o.shape.ranks,
-                           result.shared_gpu ? " on one GPU" : "", o.graph ? " graph" : "",
-                           describe(result.config), result.differing, result.compared,
+  std::cerr << fmt::format("{}{} hidden {} sequence {} ranks {}{}{}: {}; differing {} ({}){}\n",
+                           o.mirror ? "mirror, " : "", to_string(o.shape.format), s.hidden,
+                           sequence, o.shape.ranks, result.shared_gpu ? " on one GPU" : "",
+                           o.graph ? " graph" : "", describe(result.config), result.differing,
+                           result.compared,
                            result.left_out.empty() ? "" : "; left out " + result.left_out);
   for (const BenchTiming& t : result.timings) {
     const Quantiles times = quantiles(t.us);
@@ -79,6 +80,7 @@ void report(const Settings& s, const BenchOptions& o, std::int32_t sequence,
         {"ranks", o.shape.ranks},
         {"ranks_share_gpu", result.shared_gpu},
         {"graph", o.graph},
+        {"mirror", o.mirror},
         {"row_block_rows", result.config.row_block_rows},
         {"band", result.config.band},
         {"fuse_chosen", result.config.fuse},
@@ -131,8 +133,11 @@ int run(Settings& s) {
             [&] { return fmt::format("format '{}'; bf16 and fp8 are known", format); });
     for (const std::int32_t sequence : s.sequences) {
       BenchOptions o = s.bench;
-      o.shape = even_shape(s.ranks, sequence / s.ranks, s.hidden / s.ranks, s.hidden,
-                           format == "bf16" ? Format::kBf16 : Format::kFp8);
+      // The mirror's K is whole, its N a rank's share.
+      const std::int32_t share = s.hidden / s.ranks;
+      o.shape =
+          even_shape(s.ranks, sequence / s.ranks, o.mirror ? s.hidden : share,
+                     o.mirror ? share : s.hidden, format == "bf16" ? Format::kBf16 : Format::kFp8);
       validate(o.shape);
       run_local_team(s.ranks,
                      [&](const TeamHandle& team) {
@@ -164,6 +169,7 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", s.bench.rounds, "measured rounds");
   app.add_option("--row-block", s.bench.row_block_rows, "rows announced together; 0: chosen");
   app.add_option("--copy-ctas", s.bench.copy_ctas, "SMs that copy in variant sm");
+  app.add_flag("--mirror", s.bench.mirror, "the GEMM whose result leaves");
   app.add_flag("--graph", s.bench.graph, "replay graphs");
   app.add_option("--nccl", s.bench.nccl, "path of libnccl.so.2");
   app.add_option("--cublaslt", s.cublaslt, "path of libcublasLt.so.13");

@@ -25,6 +25,7 @@ int main(int argc, char** argv) {
   app.add_option("--sets", options.sets, "distinct sets of weights, used in turn");
   app.add_option("--picks", options.picks, "picks a row");
   app.add_option("--samples", options.samples, "graph replays measured");
+  app.add_option("--gpus", options.gpus, "shards that run at once, with all-reduces between them");
   app.add_option("--sm-budget", options.sm_budget, "multiprocessors to use, 0: all");
   app.add_flag("--timeline", options.timeline, "per-stage times (costs a little)");
   app.add_flag("--chain", options.chain, "the chain of separate kernels beside it");

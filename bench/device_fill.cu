@@ -59,6 +59,17 @@ __global__ void fill_rows(unsigned char* out, std::size_t rows, std::int64_t row
   }
 }
 
+__global__ void read_pieces(const uint4* data, std::size_t count) {
+  const std::size_t step = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  for (std::size_t i = blockIdx.x * static_cast<std::size_t>(blockDim.x) + threadIdx.x; i < count;
+       i += step) {
+    // Volatile, or ptxas drops a load whose result nobody uses.
+    asm volatile(
+        "{\n.reg .b32 w<4>;\nld.volatile.global.v4.b32 {w0, w1, w2, w3}, [%0];\n}" ::"l"(data + i)
+        : "memory");
+  }
+}
+
 }  // namespace
 
 cudaError_t fill_e4m3_normal(void* out, std::size_t count, std::uint64_t seed,
@@ -76,6 +87,12 @@ cudaError_t fill_uniform(float* out, std::size_t count, float low, float high, s
 cudaError_t fill_wire_rows(unsigned char* out, std::size_t rows, std::int64_t row_bytes,
                            std::int32_t hidden, std::uint64_t seed, cudaStream_t stream) {
   fill_rows<<<kCtas, kThreads, 0, stream>>>(out, rows, row_bytes, hidden, seed);
+  return cudaGetLastError();
+}
+
+cudaError_t read_all(const void* data, std::size_t bytes, cudaStream_t stream) {
+  read_pieces<<<kCtas, kThreads, 0, stream>>>(static_cast<const uint4*>(data),
+                                              bytes / sizeof(uint4));
   return cudaGetLastError();
 }
 

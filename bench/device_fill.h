@@ -20,4 +20,8 @@ cudaError_t fill_uniform(float* out, std::size_t count, float low, float high, s
 cudaError_t fill_wire_rows(unsigned char* out, std::size_t rows, std::int64_t row_bytes,
                            std::int32_t hidden, std::uint64_t seed, cudaStream_t stream);
 
+// Reads `bytes` (a multiple of 16), and so leaves an L2 that is smaller full of lines that nobody
+// has to write back.
+cudaError_t read_all(const void* data, std::size_t bytes, cudaStream_t stream);
+
 }  // namespace penstock::bench

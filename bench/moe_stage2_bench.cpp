@@ -59,6 +59,7 @@ struct Options {
   int rounds = 20;
   int ranks = 8;
   int ctas = 0;
+  int group_sms = 0;
   std::string pattern = "balanced";
   std::string cublaslt;
   std::string out;
@@ -82,7 +83,7 @@ struct Setup {
   DeviceBuffer<float> act_scales, weight_scales, token_weight;
   DeviceBuffer<std::int32_t> expert_rows, words, scratch;
   DeviceBuffer<RowOrigin> origin;
-  DeviceBuffer<RowPlace> place, inverse;
+  DeviceBuffer<RowPlace> place, inverse, home;
   DeviceBuffer<std::uint32_t> counters, flags;
   DeviceBuffer<unsigned char> runs, landing;
   DeviceBuffer<std::uint16_t> dense, out;
@@ -90,6 +91,17 @@ struct Setup {
   PlanOutputs plan_out;
   GroupedGemmMaps maps{};
 };
+
+// What the operator has the plan do besides.
+PlanExtras plan_extras(const Setup& s) {
+  PlanExtras extras;
+  extras.chunk_counters = s.counters.data();
+  extras.counters = s.plan_in.tile_capacity;
+  extras.inverse = s.home.data();
+  extras.slots = static_cast<std::int64_t>(s.home.size());
+  extras.rank = 0;
+  return extras;
+}
 
 Setup make_setup(const Model& model, std::int64_t tokens, const Options& options) {
   Setup s;
@@ -144,6 +156,7 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.expert_rows = DeviceBuffer<std::int32_t>(mine.expert_rows);
   s.origin = DeviceBuffer<RowOrigin>(mine.origin);
   s.inverse = DeviceBuffer<RowPlace>(inverse);
+  s.home = DeviceBuffer<RowPlace>(inverse.size());
   const auto tiles = static_cast<std::size_t>(mine.tiles());
   const std::int64_t stride = worst_rows_per_pair(s.shape);
   s.words = DeviceBuffer<std::int32_t>(2 + 3 * tiles + (tiles + 1) * kMaxRanks +
@@ -184,8 +197,8 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.out = DeviceBuffer<std::uint16_t>(static_cast<std::size_t>(tokens) * h);
   s.maps = make_gemm_maps(s.act.data(), s.capacity, s.weight.data(), s.shape.experts_per_rank(),
                           model.hidden, model.intermediate);
-  PENSTOCK_CUDA_CHECK(launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(), s.counters.data(),
-                                       mine.tiles(), nullptr));
+  PENSTOCK_CUDA_CHECK(
+      launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(), plan_extras(s), nullptr));
   PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
   return s;
 }
@@ -198,6 +211,80 @@ RunBases bases_of(const Setup& s, unsigned char* memory, WireFormat wire) {
   }
   return bases;
 }
+
+GroupedGemmArgs gemm_args(const Setup& s, WireFormat wire) {
+  GroupedGemmArgs args;
+  args.act_scales = s.act_scales.data();
+  args.act_scale_stride = s.capacity;
+  args.weight_scales = s.weight_scales.data();
+  args.hidden = s.shape.hidden;
+  args.k_blocks = s.shape.intermediate / kScaleBlock;
+  args.tile_count = s.plan_out.tile_count;
+  args.tile_expert = s.plan_out.tile_expert;
+  args.tile_rows = s.plan_out.tile_rows;
+  args.tile_mate = s.plan_out.tile_mate;
+  args.place = s.place.data();
+  args.tiles_per_chunk = 16;
+  args.chunk_epoch = 1;
+  args.runs = bases_of(s, s.runs.data(), wire);
+  return args;
+}
+
+CombineArgs combine_args(const Setup& s, WireFormat wire) {
+  CombineArgs args;
+  args.runs = bases_of(s, s.landing.data(), wire);
+  args.inverse = s.inverse.data();
+  args.weight = s.token_weight.data();
+  args.out = s.out.data();
+  args.tokens = static_cast<std::int32_t>(s.shape.max_tokens_per_rank);
+  args.top_k = s.shape.top_k;
+  args.hidden = s.shape.hidden;
+  return args;
+}
+
+// The batch in two groups of tokens: the combine of the first, on `sms` SMs, beside the GEMM of the
+// second on the others. All rows at home, no protocol: the most that groups could win.
+class TwoGroups {
+ public:
+  TwoGroups(const Model& model, std::int64_t tokens, const Options& options, int sms)
+      : first_(make_setup(model, tokens / 2, options)),
+        second_(make_setup(model, tokens / 2, options)),
+        pause_(std::size_t{8} << 20),
+        sms_(sms) {
+    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+    for (cudaEvent_t& event : events_) {
+      PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    }
+  }
+  ~TwoGroups() {
+    for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
+    (void)cudaStreamDestroy(side_);
+  }
+  TwoGroups(const TwoGroups&) = delete;
+  TwoGroups& operator=(const TwoGroups&) = delete;
+
+  void run(WireFormat wire, int ctas, cudaStream_t on) {
+    PENSTOCK_CUDA_CHECK(
+        launch_grouped_gemm_sm90(gemm_args(first_, wire), first_.maps, wire, ctas, on));
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(events_[0], on));
+    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(side_, events_[0]));
+    // The GEMM comes first to its pairs of SMs.
+    PENSTOCK_CUDA_CHECK(cudaMemsetAsync(pause_.data(), 0, pause_.bytes(), side_));
+    PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(first_, wire), wire, sms_, side_, true));
+    PENSTOCK_CUDA_CHECK(cudaEventRecord(events_[1], side_));
+    PENSTOCK_CUDA_CHECK(
+        launch_grouped_gemm_sm90(gemm_args(second_, wire), second_.maps, wire, ctas - sms_, on));
+    PENSTOCK_CUDA_CHECK(cudaStreamWaitEvent(on, events_[1]));
+    PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(second_, wire), wire, ctas, on));
+  }
+
+ private:
+  Setup first_, second_;
+  DeviceBuffer<unsigned char> pause_;
+  int sms_;
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t events_[2] = {};
+};
 
 // Largest relative error (to the row's f64 norm over the sampled columns) of the rows that the last
 // GEMM wrote.
@@ -266,6 +353,7 @@ int measure(const Options& options) {
   PENSTOCK_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
   const int ctas = options.ctas > 0 ? options.ctas : properties.multiProcessorCount;
   PENSTOCK_CUDA_CHECK(load_grouped_gemm_sm90());
+  PENSTOCK_CUDA_CHECK(load_combine_sm90());
   std::ofstream file;
   if (!options.out.empty()) file.open(options.out, std::ios::app);
   std::ostream& json_out = options.out.empty() ? std::cout : file;
@@ -302,26 +390,12 @@ int measure(const Options& options) {
           std::cerr << "no cuBLASLt baseline: " << error.what() << "\n";
         }
       }
-      GroupedGemmArgs args;
-      args.act_scales = s.act_scales.data();
-      args.act_scale_stride = s.capacity;
-      args.weight_scales = s.weight_scales.data();
-      args.hidden = model->hidden;
-      args.k_blocks = model->intermediate / kScaleBlock;
-      args.tile_count = s.plan_out.tile_count;
-      args.tile_expert = s.plan_out.tile_expert;
-      args.tile_rows = s.plan_out.tile_rows;
-      args.tile_mate = s.plan_out.tile_mate;
-      args.place = s.place.data();
-      args.tiles_per_chunk = 16;
-      args.chunk_epoch = 1;
       const double operand_bytes =
           static_cast<double>(s.rows) * model->intermediate * (1.0 + 4.0 / 128) +
           static_cast<double>(s.weight.bytes() + s.weight_scales.bytes());
       for (const WireFormat wire : {WireFormat::kBf16, WireFormat::kFp8}) {
         for (const bool counted : {false, true}) {
-          GroupedGemmArgs a = args;
-          a.runs = bases_of(s, s.runs.data(), wire);
+          GroupedGemmArgs a = gemm_args(s, wire);
           if (counted) {
             a.chunk_counters = s.counters.data();
             a.chunk_flags = s.flags.data();
@@ -347,14 +421,7 @@ int measure(const Options& options) {
         }
       }
       for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
-        CombineArgs c;
-        c.runs = bases_of(s, s.landing.data(), wire);
-        c.inverse = s.inverse.data();
-        c.weight = s.token_weight.data();
-        c.out = s.out.data();
-        c.tokens = static_cast<std::int32_t>(tokens);
-        c.top_k = model->top_k;
-        c.hidden = model->hidden;
+        const CombineArgs c = combine_args(s, wire);
         const int sms = properties.multiProcessorCount;
         const double bytes =
             static_cast<double>(tokens) *
@@ -367,11 +434,34 @@ int measure(const Options& options) {
                             bytes,
                             {}});
       }
+      std::unique_ptr<TwoGroups> groups;
+      if (options.group_sms > 0) {
+        groups = std::make_unique<TwoGroups>(*model, tokens, options, options.group_sms);
+        for (const WireFormat wire : {WireFormat::kFp8, WireFormat::kBf16}) {
+          const char* name = wire == WireFormat::kFp8 ? "fp8" : "bf16";
+          const Setup* setup = &s;
+          variants.push_back({fmt::format("gemm_combine_{}", name),
+                              [setup, wire, ctas](cudaStream_t on) {
+                                PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(
+                                    gemm_args(*setup, wire), setup->maps, wire, ctas, on));
+                                PENSTOCK_CUDA_CHECK(launch_combine_sm90(combine_args(*setup, wire),
+                                                                        wire, ctas, on));
+                              },
+                              flop,
+                              0.0,
+                              {}});
+          variants.push_back(
+              {fmt::format("two_groups_{}", name),
+               [g = groups.get(), wire, ctas](cudaStream_t on) { g->run(wire, ctas, on); },
+               flop,
+               0.0,
+               {}});
+        }
+      }
       variants.push_back({"plan",
                           [&](cudaStream_t on) {
-                            PENSTOCK_CUDA_CHECK(
-                                launch_plan_sm90(s.plan_in, s.plan_out, s.scratch.data(),
-                                                 s.counters.data(), s.plan_in.tile_capacity, on));
+                            PENSTOCK_CUDA_CHECK(launch_plan_sm90(
+                                s.plan_in, s.plan_out, s.scratch.data(), plan_extras(s), on));
                           },
                           0.0,
                           static_cast<double>(s.capacity) * 28.0,
@@ -384,8 +474,10 @@ int measure(const Options& options) {
         if (v.name.find("counted") != std::string::npos) {
           PENSTOCK_CUDA_CHECK(cudaMemsetAsync(s.counters.data(), 0, s.counters.bytes(), stream));
         }
-        // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed.
+        // Scrubs the L2 and keeps the GPU busy while the host enqueues what is timed. The memset
+        // alone would leave 50 MB of dirty lines, whose way back to memory what is timed would pay.
         PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub.data(), 0, scrub.bytes(), stream));
+        PENSTOCK_CUDA_CHECK(read_all(scrub.data(), scrub.bytes(), stream));
         PENSTOCK_CUDA_CHECK(cudaEventRecord(events[0], stream));
         v.run(stream);
         PENSTOCK_CUDA_CHECK(cudaEventRecord(events[1], stream));
@@ -417,7 +509,9 @@ int measure(const Options& options) {
                   {"rows", s.rows},
                   {"tiles", s.capacity / kTileRows},
                   {"variant", v.name},
-                  {"method", "interleaved rounds, cuda events, L2 scrubbed before each launch"}};
+                  {"method",
+                   "interleaved rounds in random order, cuda events, L2 scrubbed by reads before "
+                   "each launch"}};
         add_times(line, times);
         line["floor_us"] = floor_us;
         line["fraction_of_floor"] = floor_us / median;
@@ -455,6 +549,9 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "measured rounds after three to warm up");
   app.add_option("--ranks", options.ranks, "ranks that the routing is spread over");
   app.add_option("--ctas", options.ctas, "CTAs of the GEMM; 0: one an SM");
+  app.add_option("--group-sms", options.group_sms,
+                 "even, not 0: also GEMM and combine one behind the other, and in two groups of "
+                 "tokens whose first combine has so many SMs");
   app.add_option("--pattern", options.pattern, "routing pattern");
   app.add_option("--cublaslt", options.cublaslt, "path of libcublasLt.so.13");
   app.add_option("--out", options.out, "file that JSON lines are appended to");

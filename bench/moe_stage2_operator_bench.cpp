@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
   app.add_option("--row-slack", s.slack, "reservation over the even share");
   app.add_option("--rounds", s.bench.rounds, "measured rounds");
   app.add_option("--tiles-per-chunk", s.bench.tiles_per_chunk, "0: by the shape");
-  app.add_option("--copy-ctas", s.bench.copy_ctas, "of transport sm");
+  app.add_option("--copy-ctas", s.bench.copy_ctas, "of transport sm; 0: by the shape");
   app.add_flag("--graph", s.bench.graph, "capture each call and replay it");
   app.add_option("--nccl", s.bench.nccl, "NCCL's library");
   app.add_option("--out", s.out, "file that JSON lines are appended to");

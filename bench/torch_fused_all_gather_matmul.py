@@ -31,6 +31,9 @@ def main() -> int:
     if "RANK" not in os.environ:
         sys.exit("start it with torchrun, one process a GPU")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    if gpus < here:
+        sys.exit(f"{here} ranks on a host with {gpus} GPUs: NCCL and symmetric memory want a GPU a rank")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

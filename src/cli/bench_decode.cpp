@@ -21,7 +21,8 @@ constexpr double kShardBound = 5e-3;
 struct Options {
   std::string shape = "glm5";
   std::string backend = "auto";
-  int tp = 8;
+  int tp = 0;    // 0: the most that the shape allows
+  int gpus = 0;  // 0: all that are there
   std::vector<int> rows = {1, 2, 4, 8, 16};
   int context = 8192;
   int picks = 0;
@@ -35,6 +36,19 @@ struct Options {
   std::string out;  // of trace
 };
 
+// The largest number of ranks that can share a layer.
+int most_ranks(decode::DecodeShape shape) {
+  for (shape.ranks = decode::kMaxRanks; shape.ranks > 1; shape.ranks /= 2) {
+    try {
+      decode::validate(shape);
+      break;
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kUnsupported) throw;
+    }
+  }
+  return shape.ranks;
+}
+
 decode::DecodeShape shape_of(const Options& options) {
   decode::DecodeShape s;
   if (options.shape == "tiny-glm") {
@@ -46,8 +60,8 @@ decode::DecodeShape shape_of(const Options& options) {
     s.intermediate = 256;
     s.rope_theta = 1e4;
   }
-  s.ranks = options.tp;
   s.rows = *std::max_element(options.rows.begin(), options.rows.end());
+  s.ranks = options.tp > 0 ? options.tp : most_ranks(s);
   decode::validate(s);
   return s;
 }
@@ -74,6 +88,13 @@ decode::DecodeBenchOptions gpu_options(const Options& options) {
   o.context = options.context;
   o.samples = options.samples > 0 ? options.samples : 15;
   o.sm_budget = options.sm_budget;
+  o.gpus = options.gpus;
+  const auto there = static_cast<int>(describe_gpus().cards.size());
+  if (options.gpus == 0) {
+    o.gpus = 1;
+    while (o.gpus * 2 <= std::min(there, o.shape.ranks)) o.gpus *= 2;
+    if (options.stages) o.gpus = 1;
+  }
   o.chain = !options.no_chain;
   o.check = options.check;
   o.timeline = options.stages;
@@ -179,11 +200,12 @@ void add_shape_options(CLI::App& sub, Options& options) {
   sub.add_option("--shape", options.shape, "The layer's sizes")
       ->check(CLI::IsMember({"glm5", "tiny-glm"}))
       ->capture_default_str();
-  sub.add_option("--tp", options.tp,
-                 "Tensor-parallel ranks; a GPU runs one rank's shard, its all-reduces exchange the "
-                 "packets of all ranks with itself")
-      ->check(CLI::IsMember({1, 2, 4, 8}))
-      ->capture_default_str();
+  sub.add_option(
+         "--tp", options.tp,
+         "Tensor-parallel ranks; default the most that the shape allows (glm5: 8, tiny-glm: "
+         "4). A GPU runs one rank's shard, its all-reduces exchange the packets of all "
+         "ranks with itself")
+      ->check(CLI::IsMember({1, 2, 4, 8}));
   sub.add_option("--context", options.context, "Cache slots of a row, a multiple of 64")
       ->check(CLI::Range(64, 1 << 20))
       ->capture_default_str();
@@ -195,6 +217,11 @@ void add_shape_options(CLI::App& sub, Options& options) {
                  "GPU: distinct sets of weights, used in turn, so that none is in L2")
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
+  sub.add_option(
+         "--gpus", options.gpus,
+         "GPU: shards that run at once, with all-reduces between them, one a GPU; more than "
+         "there are GPUs share them; default all GPUs, 1 with --stages")
+      ->check(CLI::IsMember({1, 2, 4, 8}));
   sub.add_option("--sm-budget", options.sm_budget, "GPU: multiprocessors to use; 0: all")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

@@ -37,7 +37,8 @@ void add_bench_options(CLI::App& sub, BenchOptions& options) {
       ->capture_default_str();
   sub.add_option("--svg", options.svg, "Write a plot of the speed-up to this file");
   sub.add_option("--trace", options.trace,
-                 "CPU: write the timeline of a call of the last size to this file, in the "
+                 "Write the timeline of a call of the last size to this file (moe-stage2: CPU "
+                 "only), in the "
                  "trace-event format that "
                  "ui.perfetto.dev opens");
   sub.add_option("--commit", options.commit, "Commit to write into the JSON lines")

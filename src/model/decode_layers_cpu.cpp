@@ -19,7 +19,7 @@ class CpuDecodeLayers final : public DecodeLayers {
                      static_cast<std::int64_t>(decode::kv_row_bytes(options.kv_format))) {
     for (std::int64_t i = 0; i < checkpoint.config().layers; ++i) {
       Layer layer;
-      layer.shape = engine::decode_layer_shape(checkpoint.config(), i, options.ranks);
+      layer.shape = engine::decode_layer_shape(checkpoint, i, options.ranks);
       layer.shape.eps_latent = static_cast<float>(options.latent_eps);
       layer.shape.kv_format = options.kv_format;
       layer.tensors = engine::decode_layer_tensors(checkpoint, i);

@@ -14,17 +14,33 @@ void demand(std::string_view key, std::int64_t value, std::int64_t wanted) {
   });
 }
 
+bool by_block(const Checkpoint& checkpoint, const Weight& weight) {
+  return weight.format == WeightFormat::kFp8Block && checkpoint.config().fp8_block_rows == 128 &&
+         checkpoint.config().fp8_block_cols == 128;
+}
+
 decode::Fp8Matrix matrix(const Checkpoint& checkpoint, const std::string& name) {
   const Weight weight = checkpoint.weight(name);
-  require(weight.format == WeightFormat::kFp8Block && checkpoint.config().fp8_block_rows == 128 &&
-              checkpoint.config().fp8_block_cols == 128,
-          ErrorKind::kUnsupported, [&] {
-            return fmt::format(
-                "{} is stored as {}: decode_layer reads E4M3 with one f32 scale per 128x128 block "
-                "(`penstock convert` changes formats)",
-                name, to_string(weight.format));
-          });
+  require(by_block(checkpoint, weight), ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "{} is stored as {}: decode_layer reads E4M3 with one f32 scale per 128x128 block "
+        "(`penstock convert` changes formats)",
+        name, to_string(weight.format));
+  });
   return {weight.data, weight.scale};
+}
+
+decode::Fp8Matrix attention_matrix(const Checkpoint& checkpoint, const std::string& name) {
+  const Weight weight = checkpoint.weight(name);
+  if (weight.format == WeightFormat::kFp8Channel) return {weight.data, weight.scale};
+  return matrix(checkpoint, name);
+}
+
+constexpr const char* kAttention[] = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
+                                      "o_proj"};
+
+std::string attention_name(std::int64_t layer, const char* which) {
+  return fmt::format("model.layers.{}.self_attn.{}", layer, which);
 }
 
 }  // namespace
@@ -56,15 +72,33 @@ decode::DecodeShape decode_layer_shape(const ModelConfig& config, std::int64_t l
   return shape;
 }
 
+decode::DecodeShape decode_layer_shape(const Checkpoint& checkpoint, std::int64_t layer,
+                                       int ranks) {
+  decode::DecodeShape shape = decode_layer_shape(checkpoint.config(), layer, ranks);
+  const auto channels = [&](const char* which) {
+    return decode::per_channel(attention_matrix(checkpoint, attention_name(layer, which)));
+  };
+  if (channels(kAttention[0])) shape.attention_scales = decode::AttentionScales::kChannel;
+  for (const char* which : kAttention) {
+    require(channels(which) == channels(kAttention[0]), ErrorKind::kUnsupported, [&] {
+      return fmt::format(
+          "{} and {} have scales of different kinds: decode_layer takes all attention matrices of "
+          "a layer per 128x128 block or all per channel",
+          attention_name(layer, kAttention[0]), attention_name(layer, which));
+    });
+  }
+  return shape;
+}
+
 decode::LayerTensors decode_layer_tensors(const Checkpoint& checkpoint, std::int64_t layer) {
   const ModelConfig& config = checkpoint.config();
   const std::string at = fmt::format("model.layers.{}.", layer);
   decode::LayerTensors t;
-  t.q_a = matrix(checkpoint, at + "self_attn.q_a_proj");
-  t.kv_a = matrix(checkpoint, at + "self_attn.kv_a_proj_with_mqa");
-  t.q_b = matrix(checkpoint, at + "self_attn.q_b_proj");
-  t.kv_b = matrix(checkpoint, at + "self_attn.kv_b_proj");
-  t.o = matrix(checkpoint, at + "self_attn.o_proj");
+  t.q_a = attention_matrix(checkpoint, at + "self_attn.q_a_proj");
+  t.kv_a = attention_matrix(checkpoint, at + "self_attn.kv_a_proj_with_mqa");
+  t.q_b = attention_matrix(checkpoint, at + "self_attn.q_b_proj");
+  t.kv_b = attention_matrix(checkpoint, at + "self_attn.kv_b_proj");
+  t.o = attention_matrix(checkpoint, at + "self_attn.o_proj");
   t.norm_input = checkpoint.tensor(at + "input_layernorm.weight");
   t.norm_q = checkpoint.tensor(at + "self_attn.q_a_layernorm.weight");
   t.norm_kv = checkpoint.tensor(at + "self_attn.kv_a_layernorm.weight");

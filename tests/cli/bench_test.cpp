@@ -25,17 +25,24 @@ TEST(BenchQuantiles, AreValuesThatWereMeasured) {
   EXPECT_EQ(quantiles({}).samples, 0u);
 }
 
-TEST(BenchRounds, EveryRoundBeginsWithAnotherVariantAndWarmUpIsNotKept) {
-  const Rounds rounds{3, 1, 3};
+TEST(BenchRounds, EveryVariantComesBehindEveryOtherAndWarmUpIsNotKept) {
+  const Rounds rounds{3, 1, 20};
   std::vector<std::size_t> order;
   std::vector<int> kept(3, 0);
   rounds.run([&](std::size_t variant, bool counts) {
     order.push_back(variant);
     kept[variant] += counts ? 1 : 0;
   });
-  EXPECT_EQ(order, (std::vector<std::size_t>{0, 1, 2, 1, 2, 0, 2, 0, 1, 0, 1, 2}));
-  EXPECT_EQ(order.size(), rounds.steps());
-  EXPECT_EQ(kept, (std::vector<int>{3, 3, 3}));
+  ASSERT_EQ(order.size(), rounds.steps());
+  EXPECT_EQ(kept, (std::vector<int>{20, 20, 20}));
+  int behind[3][3] = {};
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    EXPECT_EQ(order[i], order_of_round(3, static_cast<int>(i / 3))[i % 3]);
+    if (i % 3 != 0) ++behind[order[i - 1]][order[i]];
+  }
+  for (std::size_t a = 0; a < 3; ++a) {
+    for (std::size_t b = 0; b < 3; ++b) EXPECT_EQ(behind[a][b] > 2, a != b) << a << " " << b;
+  }
 }
 
 TEST(BenchSamples, MedianByName) {
@@ -142,6 +149,39 @@ TEST(DecodeReport, TraceAlignsClocksAndTheTableNamesWhatIsWrong) {
   EXPECT_TRUE(decode_wrong(point));
   EXPECT_FALSE(decode_line(options, point)["correct"].get<bool>());
   EXPECT_NE(decode_table(options, {&point, 1}).find("WRONG 5.0e-01"), std::string::npos);
+
+  // Which experts changed places, and whether it was a near tie.
+  point.flips = {{1, 3, {17}, {45}, 2e-4, 1e-4, 0.36}, {0, 2, {5, 6}, {7, 8}, 0.1, 0.2, 0.5}};
+  const std::string table = decode_table(options, {&point, 1});
+  EXPECT_NE(
+      table.find("weight set 1, row 3: the kernel chose 17 for the chain's 45, 2.0e-04 apart"),
+      std::string::npos)
+      << table;
+  EXPECT_NE(table.find("row error 3.6e-01: a near tie"), std::string::npos);
+  EXPECT_NE(table.find("chose 5, 6 for the chain's 7, 8"), std::string::npos);
+  EXPECT_NE(table.find("row error 5.0e-01: NO near tie"), std::string::npos);
+  EXPECT_EQ(decode_line(options, point)["flips"][1]["kernel_only"], (std::vector<int>{5, 6}));
+}
+
+TEST(DecodeReport, GoalsAreThoseOfTheShape) {
+  decode::DecodeBenchOptions options;
+  options.shape.ranks = 8;
+  decode::DecodeBenchPoint point;
+  point.rows = 1;
+  point.single_us = point.fused_us = {38.5};
+  EXPECT_EQ(decode_line(options, point)["goal_us"], 38);
+  EXPECT_FALSE(decode_line(options, point)["goal_met"].get<bool>());
+  EXPECT_NE(decode_table(options, {&point, 1}).find("38 missed"), std::string::npos);
+  options.shape.ranks = 2;
+  EXPECT_EQ(decode_line(options, point)["goal_us"], 80);
+  EXPECT_NE(decode_table(options, {&point, 1}).find("80 met"), std::string::npos);
+  point.rows = 8;
+  EXPECT_EQ(decode_line(options, point)["goal_us"], 330);
+  point.rows = 2;
+  EXPECT_FALSE(decode_line(options, point).contains("goal_us"));
+  options.shape.ranks = 8;
+  options.picks = 64;
+  EXPECT_FALSE(decode_line(options, point).contains("goal_us"));
 }
 
 }  // namespace

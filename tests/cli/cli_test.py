@@ -494,6 +494,8 @@ class Describe(CliTest):
             self.assertGreater(point["median_us"], 0)
         table = self.run_cli(*arguments, "--tp", "1", "--rows", "2").stdout.decode()
         self.assertIn("us a layer", table)
+        # The most ranks that tiny-glm's experts of 256 columns can be shared by.
+        self.assertIn("rank 0 of 4", self.run_cli(*arguments, "--rows", "1").stdout.decode())
         self.assertIn(b"multiple of 512", self.run_cli(*arguments, "--tp", "8", expect=77).stderr)
         self.run_cli(*arguments, "--rows", "17", expect=2)
         self.run_cli(*arguments, "--tp", "1", "--stages", expect=2)

@@ -178,9 +178,23 @@ class A2aGemm(unittest.TestCase):
             done = run_cli(*self.QUICK, "--hidden", "64", "--seq", "64", "--ranks", ranks, "--format", fmt, "--check")
             self.assertEqual(done.stdout.decode().count(" ok\n"), 5)
 
+    def test_mirror_is_checked_and_says_whether_fusing_paid(self):
+        mirror = (*self.QUICK, "--mirror", "--hidden", "96", "--seq", "96", "--ranks", "3", "--check")
+        for point in lines_of(*mirror, "--format", "fp8"):
+            self.assertTrue(point["mirror"])
+            self.assertEqual((point["m"], point["n"], point["k"]), (32, 96, 96))
+            if point["variant"] != "gemm alone":
+                self.assertTrue(point["correct"])
+                self.assertLess(point["relative_error"], 1e-2)
+                # Two parts of M rows of N / 3 bf16 leave each rank.
+                self.assertEqual(point["moved_bytes"] + point["direct_bytes"], 2 * 32 * 32 * 2)
+        text = run_cli(*mirror).stdout.decode()
+        self.assertRegex(text, r"fusing (pays|does not pay) here: unfused takes [0-9.]+ of its time; auto fuses\n")
+
     def test_refusals_name_the_reason(self):
         for arguments, words in (
             (("--graph",), b"use --backend cuda"),
+            (("--mirror", "--trace", "t.json"), b"leave one out"),
             (("--hidden", "100", "--ranks", "3"), b"multiples of --ranks 3"),
             (("--hidden", "40"), b"16"),
             (("--hidden", "8192", "--seq", "65536"), b"--max-minutes"),

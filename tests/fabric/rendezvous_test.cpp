@@ -18,8 +18,8 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 RankProcess start(int rank, int size, int port, milliseconds deadline = seconds(5)) {
-  return RankProcess({"window_reach", std::to_string(rank), std::to_string(size),
-                      std::to_string(port), std::to_string(deadline.count()), "1", "1", "none"});
+  return start_rank({"window_reach", std::to_string(rank), std::to_string(size),
+                     std::to_string(port), std::to_string(deadline.count()), "1", "1", "none"});
 }
 
 void expect_words(const RankProcess& process, const std::vector<std::string>& words) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "model/decode_weights.h"
+#include "model/rewritten_checkpoint.h"
 #include "penstock/model/checkpoint.h"
 #include "penstock/model/reference.h"
 #include "penstock/model/safetensors.h"
@@ -19,18 +20,18 @@
 namespace penstock {
 namespace {
 
-constexpr int kTokens = 300;  // more than the indexer's 128 picks
-constexpr int kRows = 4;      // the last positions, as rows of one step
+constexpr int kRows = 4;  // the last positions, as rows of one step
 // Measured 3.2e-3 to 5.1e-3: about ten bf16 roundings of 1.1e-3 each in a row (reference.h), which
 // the oracle does not do.
 constexpr double kTolerance = 7e-3;
 
-TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
-  const Checkpoint checkpoint(PENSTOCK_TEST_MODELS "/tiny-glm");
+// Decode steps of the last rows of `tokens_read` tokens (more than the indexer's 128 picks).
+void compare_layers(const Checkpoint& checkpoint, std::size_t tokens_read,
+                    std::initializer_list<int> layers) {
   const ModelConfig& config = checkpoint.config();
   const SafetensorsFile golden(PENSTOCK_TEST_MODELS "/tiny-glm/golden.safetensors");
   const auto* document = golden.at("doc.tokens").as<std::int32_t>();
-  const std::vector<std::int32_t> tokens(document, document + kTokens);
+  const std::vector<std::int32_t> tokens(document, document + tokens_read);
 
   std::map<std::string, std::vector<double>> values;
   std::map<std::string, std::vector<std::int32_t>> indices;
@@ -48,8 +49,8 @@ TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
   reference::ReferenceModel<double>(checkpoint, options).forward(tokens);
 
   const auto hidden = static_cast<std::size_t>(config.hidden);
-  for (const int layer : {0, 1, 2, 3}) {  // layer 0 is dense
-    decode::DecodeShape shape = engine::decode_layer_shape(config, layer, 1);
+  for (const int layer : layers) {
+    decode::DecodeShape shape = engine::decode_layer_shape(checkpoint, layer, 1);
     shape.rows = kRows;
     const std::string at = "layer" + std::to_string(layer) + ".";
     const auto& x = values.at(layer == 0 ? "embed" : "layer" + std::to_string(layer - 1) + ".out");
@@ -57,13 +58,13 @@ TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
     const auto& c_kv = values.at(at + "attn.c_kv");
     const auto& k_pe = values.at(at + "attn.k_pe");
     const auto& picks = indices.at(at + "index.picks");
-    const std::size_t picks_a_row = picks.size() / kTokens;
+    const std::size_t picks_a_row = picks.size() / tokens_read;
 
     // Cache slot = position; the rows of this step are not there yet.
-    constexpr int kPages = (kTokens + decode::kPageTokens - 1) / decode::kPageTokens;
+    const std::size_t pages = (tokens_read + decode::kPageTokens - 1) / decode::kPageTokens;
     constexpr std::int64_t kStride = decode::kPageTokens * 1152;
-    std::vector<std::uint8_t> cache(static_cast<std::size_t>(kPages * kStride), 0xFF);
-    for (std::size_t t = 0; t < kTokens - kRows; ++t) {
+    std::vector<std::uint8_t> cache(pages * kStride, 0xFF);
+    for (std::size_t t = 0; t < tokens_read - kRows; ++t) {
       for (std::size_t i = 0; i < decode::kKvRow; ++i) {
         const double v = i < decode::kLatent ? c_kv[t * decode::kLatent + i]
                                              : k_pe[t * decode::kRope + i - decode::kLatent];
@@ -76,7 +77,7 @@ TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
     std::vector<std::int32_t> offsets = {0};
     std::vector<std::int32_t> picked;
     std::vector<std::uint16_t> in;
-    for (std::size_t t = kTokens - kRows; t < kTokens; ++t) {
+    for (std::size_t t = tokens_read - kRows; t < tokens_read; ++t) {
       positions.push_back(static_cast<std::int32_t>(t));
       slots.push_back(static_cast<std::int64_t>(t));
       for (std::size_t i = 0; i < picks_a_row; ++i) {
@@ -93,11 +94,12 @@ TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
       std::vector<std::uint8_t> own = cache;
       std::vector<std::uint16_t> out(in.size());
       decode::run_reference_layer(with, tensors, {positions, slots, offsets, picked},
-                                  {own.data(), kStride, decode::KvFormat::kBf16}, kTokens, in, out);
+                                  {own.data(), kStride, decode::KvFormat::kBf16},
+                                  static_cast<std::int64_t>(tokens_read), in, out);
       double error = 0;
       double size = 0;
       for (std::size_t i = 0; i < out.size(); ++i) {
-        const double w = want[(kTokens - kRows) * hidden + i];
+        const double w = want[(tokens_read - kRows) * hidden + i];
         const double d = static_cast<double>(Bf16::from_bits(out[i]).to_float()) - w;
         error += d * d;
         size += w * w;
@@ -108,20 +110,36 @@ TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
       shape.ranks = ranks;
       const double error = error_of(shape);
       EXPECT_LE(error, kTolerance) << "layer " << layer << ", " << ranks << " ranks";
-      RecordProperty("layer" + std::to_string(layer) + "_ranks" + std::to_string(ranks),
-                     std::to_string(error));
+      testing::Test::RecordProperty(
+          "layer" + std::to_string(layer) + "_ranks" + std::to_string(ranks),
+          std::to_string(error));
     }
     // The tolerance tells a slightly different layer apart.
     decode::DecodeShape wrong = shape;
     wrong.rope_theta = 2e4;
-    RecordProperty("layer" + std::to_string(layer) + "_theta", std::to_string(error_of(wrong)));
+    testing::Test::RecordProperty("layer" + std::to_string(layer) + "_theta",
+                                  std::to_string(error_of(wrong)));
     EXPECT_GT(error_of(wrong), kTolerance);
     if (shape.dense) continue;
     wrong = shape;
     wrong.routed_scale = 2.6F;
-    RecordProperty("layer" + std::to_string(layer) + "_scale", std::to_string(error_of(wrong)));
+    testing::Test::RecordProperty("layer" + std::to_string(layer) + "_scale",
+                                  std::to_string(error_of(wrong)));
     EXPECT_GT(error_of(wrong), kTolerance);
   }
+}
+
+TEST(DecodeLayerModel, StepsOfATrainedModelMatchTheOracle) {
+  compare_layers(Checkpoint(PENSTOCK_TEST_MODELS "/tiny-glm"), 300, {0, 1, 2, 3});  // 0 is dense
+}
+
+TEST(DecodeLayerModel, AttentionScaledPerChannelMatchesTheOracle) {
+  const engine_test::Folder folder;
+  engine_test::write_channel_attention(folder.path("channel"));
+  const Checkpoint checkpoint(folder.path("channel"));
+  ASSERT_EQ(engine::decode_layer_shape(checkpoint, 0, 1).attention_scales,
+            decode::AttentionScales::kChannel);
+  compare_layers(checkpoint, 140, {0, 1});
 }
 
 }  // namespace

@@ -1,12 +1,6 @@
 // The engine on checkpoints of other storage formats, and with FP8 activations.
-#include <unistd.h>
-
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <nlohmann/json.hpp>
-
 #include "model/engine_test_support.h"
+#include "model/rewritten_checkpoint.h"
 #include "penstock/model/convert.h"
 #include "penstock/model/reference.h"
 
@@ -28,23 +22,6 @@ const std::vector<Tokens>& texts() {
   static const std::vector<Tokens> out = chapters(kSanitized ? 1 : 4, kSanitized ? 200 : 1024);
   return out;
 }
-
-// A directory that goes with the test.
-class Folder {
- public:
-  Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "penstock-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-    path_ = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::string path(const std::string& name = {}) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
-};
 
 TEST(EngineFormats, Fp8ActivationsCostAtMostAHundredthOfABit) {
   Engine f32(tiny(), options());
@@ -78,43 +55,6 @@ TEST(EngineFormats, Mxfp4ExpertsMatchTheReferenceAndCostAtMostATwentiethOfABit) 
   const double after = bits_per_byte(mxfp4, texts());
   EXPECT_NE(before, after);
   EXPECT_LT(after - before, 0.05) << before << " and " << after << " bits per byte";
-}
-
-// tiny-glm with each FP8 matrix written as `rewrite` says.
-using Bytes = std::vector<std::byte>;
-void rewrite_checkpoint(const std::string& directory,
-                        const std::function<void(const std::string& name, const Weight& weight,
-                                                 std::vector<NamedTensor>& out,
-                                                 std::vector<Bytes>& storage)>& rewrite) {
-  std::filesystem::create_directory(directory);
-  std::vector<NamedTensor> out;
-  std::vector<Bytes> storage;
-  storage.reserve(4096);
-  const std::string suffix = ".weight_scale_inv";
-  for (const std::string& name : tiny().names()) {
-    if (name.ends_with(suffix)) continue;
-    const std::string stem = name.ends_with(".weight") ? name.substr(0, name.size() - 7) : name;
-    if (tiny().has(stem + suffix)) {
-      rewrite(stem, tiny().weight(stem), out, storage);
-    } else {
-      out.push_back({name, tiny().tensor(name)});
-    }
-  }
-  write_safetensors(directory + "/model.safetensors", out);
-  std::ifstream config(tiny().directory() + "/config.json");
-  nlohmann::json json = nlohmann::json::parse(config);
-  json.erase("quantization_config");
-  std::ofstream(directory + "/config.json") << json.dump(1);
-}
-
-TensorView view_of(const Bytes& bytes, DType dtype, std::int64_t rows, std::int64_t cols) {
-  TensorView view;
-  view.data = bytes.data();
-  view.dtype = dtype;
-  view.rank = 2;
-  view.shape[0] = rows;
-  view.shape[1] = cols;
-  return view;
 }
 
 // An FP8 weight is code x scale, rounded once to f32: stored as that f32, nothing changes, not even

@@ -1,4 +1,4 @@
-// What a CPU operator did when: one rank's events, for timelines. `penstock bench ... --trace`
+// What an operator did when: one rank's events, for timelines. `penstock bench ... --trace`
 // draws them.
 #pragma once
 
@@ -17,6 +17,7 @@ enum class Activity : std::uint8_t {
   kMultiply,  // one piece of the product
   kCombine,   // the top-k sum
   kArrival,   // a peer's signal was seen first; an instant
+  kTile,      // one tile of the product, its waits included
 };
 constexpr std::string_view to_string(Activity activity) {
   switch (activity) {
@@ -30,17 +31,21 @@ constexpr std::string_view to_string(Activity activity) {
       return "combine";
     case Activity::kArrival:
       return "arrival";
+    case Activity::kTile:
+      return "tile";
   }
   return "unknown";
 }
 
-// Times are nanoseconds of the steady clock, which all ranks of a host share.
+// Times are nanoseconds of one clock: on CPUs the steady clock, which all ranks of a host share, on
+// GPUs the rank's GPU's.
 struct TimelineEvent {
   Activity what = Activity::kWait;
   std::int32_t peer = -1;   // whom it concerns; -1: nobody in particular
   std::int32_t index = -1;  // row block, chunk of tiles, as the operator counts
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
+  std::int32_t lane = 0;  // 0: the rank's own thread; others run beside it
 };
 
 // Any thread. An operator that is given one adds to it as long as it lives.

@@ -18,6 +18,7 @@ struct A2aProblem {
   a2a_gemm::Shape shape;
   std::uint64_t seed = 1;
   std::int32_t row_block_rows = 0;  // 0: by the shape
+  bool mirror = false;              // the GEMM whose result leaves; X: the first rows[rank] rows
 
   // [total rows, depth] of a rank and [ranks, columns, depth] of all: bf16 or E4M3 by the shape
   ValueStream x(int rank) const { return stream_of(seed, 16, rank); }
@@ -41,7 +42,8 @@ struct A2aHostOperands {
 };
 
 // Relative error, ||out - f64|| / ||f64||, over `samples` random elements of the rank's
-// out [rows, columns]. 0 for a rank without rows. Computes other ranks' operands from the problem.
+// out [rows, columns] (mirror: of all ranks). 0 for a rank without rows. Computes other ranks'
+// operands from the problem.
 double sampled_error(const A2aProblem& problem, int rank, const std::vector<Bf16>& out,
                      int samples);
 
@@ -57,6 +59,9 @@ std::unique_ptr<Contestant> make_cpu_a2a_contest(const TeamHandle& team, const A
 // warms up: arrivals of pieces and starts of the products that wait for them. Rank 0 gets the
 // trace.
 Trace trace_cpu_a2a(const TeamHandle& team, const A2aProblem& problem);
+// Collective: the same of the CUDA operator: on each cluster's track its tiles, in them chunks and
+// the waits for them.
+Trace trace_cuda_a2a(const TeamHandle& team, int device, const A2aProblem& problem);
 // Host memory that one rank of it needs, bytes.
 std::uint64_t cpu_a2a_contest_bytes(const A2aProblem& problem);
 

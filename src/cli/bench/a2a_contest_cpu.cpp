@@ -3,6 +3,7 @@
 
 #include "cli/bench/a2a_contest.h"
 #include "cli/bench/timeline_trace.h"
+#include "penstock/ops/a2a_gemm/mirror.h"
 #include "penstock/ops/a2a_gemm/plan.h"
 
 namespace penstock::bench {
@@ -109,10 +110,73 @@ class CpuA2aContest final : public Contestant {
   std::vector<float> sums_;
 };
 
+// The mirror: the same variants, the GEMM alone as all its products into memory of this rank's.
+class CpuMirrorContest final : public Contestant {
+ public:
+  CpuMirrorContest(const TeamHandle& team, const A2aProblem& problem)
+      : problem_(problem),
+        rank_(team->rank()),
+        operands_(problem, rank_),
+        out_(static_cast<std::size_t>(total_rows(problem.shape)) *
+             static_cast<std::size_t>(problem.shape.columns)),
+        variants_{{kA2aGemmAlone, false, false}} {
+    for (const Entry& entry : kEntries) {
+      variants_.push_back({entry.name, true, true});
+      operators_.push_back(make_cpu_gemm_a2a(
+          team, problem.shape, operator_options(problem, entry.transport, entry.fuse)));
+    }
+  }
+
+  const std::vector<Variant>& variants() const override { return variants_; }
+
+  double run(std::size_t variant) override {
+    const auto start = std::chrono::steady_clock::now();
+    if (variant == 0) {
+      multiply_alone();
+    } else {
+      operators_[variant - 1]->run({}, operands_.view(out_.data()));
+    }
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
+        .count();
+  }
+
+  void poison() override { std::fill(out_.begin(), out_.end(), Bf16{0xFFFF}); }
+  std::vector<Bf16> result() override { return out_; }
+  double relative_error(const std::vector<Bf16>& result) override {
+    return sampled_error(problem_, rank_, result, kErrorSamples);
+  }
+  TransportCounters counters(std::size_t variant) const override {
+    return variant == 0 ? TransportCounters{} : operators_[variant - 1]->counters();
+  }
+
+ private:
+  void multiply_alone() {
+    const Shape& s = problem_.shape;
+    const Operands o = operands_.view(out_.data());
+    const std::int32_t rows = s.rows[static_cast<std::size_t>(rank_)];
+    const std::int64_t count = static_cast<std::int64_t>(rows) * s.columns;
+    for (std::int32_t destination = 0; destination < s.ranks; ++destination) {
+      sums_.assign(static_cast<std::size_t>(count), 0.0f);
+      add_chunk(s, {o.x, o.x_scales, o.x_scale_stride}, 0, rows, o.w, o.w_scales, destination,
+                sums_.data());
+      round_sums(sums_.data(), count, out_.data() + row_offset(s, rank_) * s.columns);
+    }
+  }
+
+  const A2aProblem& problem_;
+  int rank_;
+  A2aHostOperands operands_;
+  std::vector<Bf16> out_;
+  std::vector<Variant> variants_;
+  std::vector<std::unique_ptr<GemmA2a>> operators_;
+  std::vector<float> sums_;
+};
+
 }  // namespace
 
 std::unique_ptr<Contestant> make_cpu_a2a_contest(const TeamHandle& team,
                                                  const A2aProblem& problem) {
+  if (problem.mirror) return std::make_unique<CpuMirrorContest>(team, problem);
   return std::make_unique<CpuA2aContest>(team, problem);
 }
 
@@ -137,6 +201,15 @@ std::uint64_t cpu_a2a_contest_bytes(const A2aProblem& problem) {
   const Shape& s = problem.shape;
   std::uint64_t total = static_cast<std::uint64_t>(
       (total_rows(s) + std::int64_t{s.ranks} * s.columns) * s.row_bytes());
+  if (problem.mirror) {
+    // Windows: send and landing, two slots each, in which every rank has room for the most rows.
+    const auto result = static_cast<std::uint64_t>(s.ranks) *
+                        static_cast<std::uint64_t>(max_rows(s)) *
+                        static_cast<std::uint64_t>(s.columns) * sizeof(Bf16);
+    return total + std::size(kEntries) * 2 * kCallsInFlight * result +
+           static_cast<std::uint64_t>(max_rows(s)) * static_cast<std::uint64_t>(s.columns) *
+               sizeof(float);
+  }
   for (const Entry& entry : kEntries) {
     const Options options = operator_options(problem, entry.transport, entry.fuse);
     total += window_bytes(s, options) + workspace_bytes(s, options);

@@ -38,30 +38,43 @@ std::int64_t stride_of(const Shape& shape) {
   return (total_rows(shape) + kUnit - 1) / kUnit * kUnit;
 }
 
+// Row `x_row` of source's X times row `column` of W[slab], in f64.
+double product_f64(const A2aProblem& p, int source, std::int64_t x_row, int slab,
+                   std::int64_t column) {
+  const Shape& s = p.shape;
+  const std::int64_t w_row = static_cast<std::int64_t>(slab) * s.columns + column;
+  double sum = 0.0;
+  for (std::int32_t begin = 0; begin < s.depth; begin += a2a_gemm::kScaleBlock) {
+    double block = 0.0;
+    for (std::int32_t k = begin; k < std::min(s.depth, begin + a2a_gemm::kScaleBlock); ++k) {
+      block += value(s, p.x(source), x_row * s.depth + k) * value(s, p.w(), w_row * s.depth + k);
+    }
+    if (s.format == Format::kFp8) {
+      const std::int64_t b = begin / a2a_gemm::kScaleBlock;
+      const std::int64_t w_at = (static_cast<std::int64_t>(slab) * s.column_scale_blocks() +
+                                 column / a2a_gemm::kScaleBlock) *
+                                    s.scale_blocks() +
+                                b;
+      block *= static_cast<double>(
+                   p.x_scale(source, static_cast<std::uint64_t>(b * stride_of(s) + x_row))) *
+               static_cast<double>(p.w_scale(static_cast<std::uint64_t>(w_at)));
+    }
+    sum += block;
+  }
+  return sum;
+}
+
 // out[row, column] of `rank` in f64.
 double element_f64(const A2aProblem& p, int rank, std::int64_t row, std::int64_t column) {
   const Shape& s = p.shape;
-  const std::int64_t x_row = row_offset(s, rank) + row;
+  if (p.mirror) {
+    int source = 0;
+    while (row >= row_offset(s, source) + s.rows[static_cast<std::size_t>(source)]) ++source;
+    return product_f64(p, source, row - row_offset(s, source), rank, column);
+  }
   double sum = 0.0;
   for (int source = 0; source < s.ranks; ++source) {
-    const std::int64_t w_row = static_cast<std::int64_t>(source) * s.columns + column;
-    for (std::int32_t begin = 0; begin < s.depth; begin += a2a_gemm::kScaleBlock) {
-      double block = 0.0;
-      for (std::int32_t k = begin; k < std::min(s.depth, begin + a2a_gemm::kScaleBlock); ++k) {
-        block += value(s, p.x(source), x_row * s.depth + k) * value(s, p.w(), w_row * s.depth + k);
-      }
-      if (s.format == Format::kFp8) {
-        const std::int64_t b = begin / a2a_gemm::kScaleBlock;
-        const std::int64_t w_at = (static_cast<std::int64_t>(source) * s.column_scale_blocks() +
-                                   column / a2a_gemm::kScaleBlock) *
-                                      s.scale_blocks() +
-                                  b;
-        block *= static_cast<double>(
-                     p.x_scale(source, static_cast<std::uint64_t>(b * stride_of(s) + x_row))) *
-                 static_cast<double>(p.w_scale(static_cast<std::uint64_t>(w_at)));
-      }
-      sum += block;
-    }
+    sum += product_f64(p, source, row_offset(s, rank) + row, source, column);
   }
   return sum;
 }
@@ -96,7 +109,8 @@ Operands A2aHostOperands::view(Bf16* out) const {
 }
 
 double sampled_error(const A2aProblem& p, int rank, const std::vector<Bf16>& out, int samples) {
-  const std::int64_t rows = p.shape.rows[static_cast<std::size_t>(rank)];
+  const std::int64_t rows =
+      p.mirror ? total_rows(p.shape) : p.shape.rows[static_cast<std::size_t>(rank)];
   if (rows == 0) return 0.0;
   std::mt19937_64 random(p.seed + 77);
   double error = 0.0;

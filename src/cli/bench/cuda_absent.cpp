@@ -16,6 +16,7 @@ namespace {
 
 std::vector<double> cuda_moe_errors(const TeamHandle&, int, const MoeProblem&) { refuse(); }
 std::vector<double> cuda_a2a_errors(const TeamHandle&, int, const A2aProblem&) { refuse(); }
+Trace trace_cuda_a2a(const TeamHandle&, int, const A2aProblem&) { refuse(); }
 a2a_gemm::DenseFactory cublaslt_baseline(const std::string&) { return {}; }
 
 }  // namespace penstock::bench

@@ -4,6 +4,7 @@
 
 #include "cli/bench/a2a_contest.h"
 #include "cli/bench/moe_contest.h"
+#include "cli/bench/timeline_trace.h"
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
 #include "fabric/cuda/device_rank.h"
@@ -101,35 +102,83 @@ std::vector<double> cuda_moe_errors(const TeamHandle& team, int device, const Mo
   return errors;
 }
 
+namespace {
+
+// One rank's operands of a2a_gemm or its mirror on its GPU.
+struct A2aOnDevice {
+  A2aOnDevice(const A2aProblem& problem, int rank)
+      : host(problem, rank),
+        x(on_device(host.x)),
+        w(on_device(host.w)),
+        x_scales(on_device(host.x_scales)),
+        w_scales(on_device(host.w_scales)),
+        out(at_least_one((problem.mirror ? total_rows(problem.shape)
+                                         : problem.shape.rows[static_cast<std::size_t>(rank)]) *
+                         problem.shape.columns)),
+        view(host.view(out.data())) {
+    view.x = x.data();
+    view.w = w.data();
+    if (view.x_scales != nullptr) view.x_scales = x_scales.data();
+    if (view.w_scales != nullptr) view.w_scales = w_scales.data();
+  }
+  A2aHostOperands host;
+  DeviceBuffer<std::byte> x, w;
+  DeviceBuffer<float> x_scales, w_scales;
+  DeviceBuffer<Bf16> out;
+  a2a_gemm::Operands view;
+};
+
+a2a_gemm::Options a2a_options(const A2aProblem& problem) {
+  a2a_gemm::Options options;
+  options.fuse = a2a_gemm::Fuse::kAlways;
+  options.row_block_rows = problem.row_block_rows;
+  return options;
+}
+
+}  // namespace
+
 std::vector<double> cuda_a2a_errors(const TeamHandle& team, int device, const A2aProblem& problem) {
   const cuda::ScopedDevice scope(device);
   const auto rank = cuda::DeviceRank::create(team, device);
-  const A2aHostOperands host(problem, team->rank());
-  const auto x = on_device(host.x);
-  const auto w = on_device(host.w);
-  const auto x_scales = on_device(host.x_scales);
-  const auto w_scales = on_device(host.w_scales);
-  DeviceBuffer<Bf16> out(
-      at_least_one(std::int64_t{problem.shape.rows[static_cast<std::size_t>(team->rank())]} *
-                   problem.shape.columns));
-  a2a_gemm::Operands o = host.view(out.data());
-  o.x = x.data();
-  o.w = w.data();
-  if (o.x_scales != nullptr) o.x_scales = x_scales.data();
-  if (o.w_scales != nullptr) o.w_scales = w_scales.data();
-
+  A2aOnDevice mine(problem, team->rank());
   const ScopedStream stream;
   std::vector<double> errors;
   for (const TransportKind kind : {TransportKind::kCopyEngine, TransportKind::kSm}) {
-    a2a_gemm::Options options;
+    a2a_gemm::Options options = a2a_options(problem);
     options.transport = kind;
-    options.fuse = a2a_gemm::Fuse::kAlways;
-    options.row_block_rows = problem.row_block_rows;
-    const auto op = a2a_gemm::make_cuda_a2a_gemm(rank, problem.shape, options);
-    errors.push_back(error_of(*team, *op, o, out, problem, stream.get()));
+    if (problem.mirror) {
+      const auto op = a2a_gemm::make_cuda_gemm_a2a(rank, problem.shape, options);
+      errors.push_back(error_of(*team, *op, mine.view, mine.out, problem, stream.get()));
+    } else {
+      const auto op = a2a_gemm::make_cuda_a2a_gemm(rank, problem.shape, options);
+      errors.push_back(error_of(*team, *op, mine.view, mine.out, problem, stream.get()));
+    }
   }
   team->barrier();
   return errors;
+}
+
+Trace trace_cuda_a2a(const TeamHandle& team, int device, const A2aProblem& problem) {
+  const cuda::ScopedDevice scope(device);
+  const auto rank = cuda::DeviceRank::create(team, device);
+  const A2aOnDevice mine(problem, team->rank());
+  const ScopedStream stream;
+  Timeline timeline;
+  a2a_gemm::Options options = a2a_options(problem);
+  options.timeline = &timeline;
+  const auto op = a2a_gemm::make_cuda_a2a_gemm(rank, problem.shape, options);
+  op->prepare({stream.get()});
+  for (int call = 0; call < 3; ++call) {  // the last one counts
+    PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+    team->barrier();
+    op->run({stream.get()}, mine.view);
+    PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
+    team->check();
+  }
+  op->collect_timeline();
+  Trace trace = trace_of(*team, timeline.take(), "row_block");
+  team->barrier();  // nobody frees what a peer may still map
+  return trace;
 }
 
 }  // namespace penstock::bench

@@ -1,6 +1,8 @@
 #include "cli/bench/rounds.h"
 
 #include <cmath>
+#include <numeric>
+#include <random>
 
 namespace penstock::bench {
 
@@ -13,6 +15,15 @@ double quantile(std::vector<double> values, double q) {
 Quantiles quantiles(std::vector<double> us) {
   if (us.empty()) return {};
   return {us.size(), quantile(us, 0.1), quantile(us, 0.5), quantile(us, 0.9), quantile(us, 0.0)};
+}
+
+std::vector<std::size_t> order_of_round(std::size_t variants, int round) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(round));
+  std::vector<std::size_t> order(variants);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  // Not std::shuffle, whose order is the library's own.
+  for (std::size_t i = variants; i > 1; --i) std::swap(order[i - 1], order[random() % i]);
+  return order;
 }
 
 std::size_t Samples::add(std::string name) {

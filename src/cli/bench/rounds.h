@@ -24,10 +24,14 @@ struct Quantiles {
 // All zero without samples.
 Quantiles quantiles(std::vector<double> us);
 
+// 0 to variants - 1 in the order of a round.
+std::vector<std::size_t> order_of_round(std::size_t variants, int round);
+
 // The rounds of one comparison. Every round runs every variant once, so that clocks, power and
-// neighbours treat them alike, and each round begins with another one, so that none always runs
-// behind the same one. The order depends on the round alone: ranks that each go through their own
-// Rounds meet in the same variant.
+// neighbours treat them alike, each round in a random order of its own: a GPU at its power limit
+// runs what follows a light variant at a higher clock, so none may always have the same one before
+// it. The order depends on the round alone: ranks that each go through their own Rounds meet in the
+// same variant.
 struct Rounds {
   std::size_t variants = 0;
   int warm_up = 2;  // rounds that are run and not kept
@@ -38,8 +42,8 @@ struct Rounds {
   template <typename Body>
   void run(Body&& body) const {
     for (int round = 0; round < warm_up + kept; ++round) {
-      for (std::size_t i = 0; i < variants; ++i) {
-        body((i + static_cast<std::size_t>(round)) % variants, round >= warm_up);
+      for (const std::size_t variant : order_of_round(variants, round)) {
+        body(variant, round >= warm_up);
       }
     }
   }

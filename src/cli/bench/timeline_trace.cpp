@@ -27,6 +27,14 @@ Trace trace_of(Team& team, const std::vector<TimelineEvent>& mine, const std::st
     for (int peer = 0; peer < static_cast<int>(all.size()); ++peer) {
       if (peer != rank) trace.name_track({rank, 1 + peer}, fmt::format("arrivals from {}", peer));
     }
+    std::int32_t most = 0;
+    for (const TimelineEvent& event : all[static_cast<std::size_t>(rank)]) {
+      most = std::max(most, event.lane);
+    }
+    const int lanes = 1 + static_cast<int>(all.size());
+    for (std::int32_t lane = 1; lane <= most; ++lane) {
+      trace.name_track({rank, lanes + lane}, fmt::format("cluster {}", lane - 1));
+    }
     for (const TimelineEvent& event : all[static_cast<std::size_t>(rank)]) {
       const double begin = static_cast<double>(event.begin_ns - origin) * 1e-3;
       const double duration = static_cast<double>(event.end_ns - event.begin_ns) * 1e-3;
@@ -39,7 +47,8 @@ Trace trace_of(Team& team, const std::vector<TimelineEvent>& mine, const std::st
       if (event.what == Activity::kArrival) {
         trace.instant({rank, 1 + event.peer}, name, begin, std::move(args));
       } else {
-        trace.span({rank, 0}, name, begin, duration, std::move(args));
+        trace.span({rank, event.lane == 0 ? 0 : lanes + event.lane}, name, begin, duration,
+                   std::move(args));
       }
     }
   }

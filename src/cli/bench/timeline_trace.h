@@ -10,9 +10,9 @@
 namespace penstock::bench {
 
 // Collective: every rank gives its events of one call; rank 0 gets all ranks' as a trace, the
-// others an empty one. A process a rank; on it a track of the rank's own thread, and one of
-// arrivals a peer. Time zero is the first event of all. `index_name` says what the events' index
-// counts.
+// others an empty one. A process a rank; on it a track of the rank's own thread, one of arrivals a
+// peer, and one a lane. Time zero is the first event of all. `index_name` says what the events'
+// index counts.
 Trace trace_of(Team& team, const std::vector<TimelineEvent>& mine, const std::string& index_name);
 
 }  // namespace penstock::bench

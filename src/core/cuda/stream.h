@@ -16,6 +16,9 @@ inline bool capturing(cudaStream_t stream) {
 // A stream that does not synchronise with the legacy one.
 struct OwnedStream {
   OwnedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
+  explicit OwnedStream(int priority) {
+    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, priority));
+  }
   ~OwnedStream() { (void)cudaStreamDestroy(handle); }
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;

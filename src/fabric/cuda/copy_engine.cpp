@@ -21,10 +21,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Batches submitted and not known to be done. Two keep the engine busy; what becomes ready behind
-// them waits here, where it still merges, rather than in the stream, where each chunk pays the
-// engine's start (2.4 us a copy).
-constexpr std::size_t kEvents = 2;
 // What a copy is expected to take, for the decision when to submit the next: measured on H200
 // (peer: 2.4 us + bytes / 390 GB/s over NVLink; within a GPU 3.7 us + bytes / 2000 GB/s). An
 // estimate that is too short costs merging, one that is too long a gap.
@@ -34,11 +30,13 @@ constexpr std::chrono::nanoseconds kLocalStart{3700};
 constexpr double kLocalBytesPerNs = 2000.0;
 // Between ranks that share a GPU the driver's copies are kernels too (none starts while every
 // thread slot is taken), so up to this size the proxy launches one of its own, which carries the
-// signal: one launch instead of a copy and a write that waits for it. Small CTAs, to fit beside
-// others.
+// signal and the mark of its end: one launch instead of a copy, a write that waits for it and an
+// event. Small CTAs, to fit beside others.
 constexpr std::uint64_t kLocalLaunchBytes = 1 << 20;
 constexpr int kLocalThreads = 128;
-constexpr std::uint64_t kLocalBytesPerBlock = 16 << 10;
+constexpr std::uint64_t kLocalBytesPerBlock = 16 * kSmPutAtOnce * kLocalThreads;
+// A done word that never comes (the device has failed) is found by asking the stream this often.
+constexpr std::chrono::milliseconds kCheckEvery{1};
 constexpr std::size_t kHeadLine = 0, kTailSeenLine = 1, kArrivalsLine = 2, kLines = 3;
 // Descriptors taken at once: what becomes ready while one submission is made (about 2 us a copy).
 constexpr std::size_t kTakeAtOnce = 64;
@@ -69,39 +67,31 @@ DeviceCopyEngine::DeviceCopyEngine(std::shared_ptr<DeviceRank> rank, std::shared
   PENSTOCK_CUDA_CHECK(load_sm_put());
   const std::size_t ring_bytes = sizeof(RingControl) + options.ring_slots * sizeof(RingSlot);
   for (Ring* ring : {&kernels_, &host_}) ring->memory = PinnedMemory(ring_bytes);
-  const std::size_t words = kLines * kWordsPerLine + options.ring_slots;
-  PENSTOCK_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&words_), words * sizeof(std::uint64_t)));
-  zero_device(words_, words * sizeof(std::uint64_t));
-  for (std::size_t i = 0; i < kEvents; ++i) {
-    cudaEvent_t event = nullptr;
-    PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    free_events_.push_back(event);
-  }
+  done_ = PinnedMemory(sizeof(std::uint64_t));
+  words_ = DeviceBuffer<std::uint64_t>(kLines * kWordsPerLine + options.ring_slots);
+  zero_device(words_.data(), words_.bytes());
+  for (Batch& batch : batches_) batch.event.emplace();
+  local_put_.emplace(rank_->proxy()->stream());
   taken_.reserve(kTakeAtOnce);
-  rank_->team()->add_hook(this);
-  window_->add_user(this);
-  rank_->proxy()->attach(this);
+  hook_.emplace(rank_->team(), this);
+  user_.emplace(window_, this);
+  place_.emplace(rank_->proxy(), static_cast<ProxyClient*>(this));
 }
 
 DeviceCopyEngine::~DeviceCopyEngine() {
-  rank_->proxy()->detach(this);
-  window_->remove_user(this);
-  rank_->team()->remove_hook(this);
+  place_.reset();
   // What was submitted completes by itself; its sources and targets are the window's, which its
   // mapping keeps alive until the stream is past them.
-  if (!in_flight_.empty()) (void)cudaEventSynchronize(in_flight_.back().event);
-  for (const Batch& batch : in_flight_) (void)cudaEventDestroy(batch.event);
-  for (cudaEvent_t event : free_events_) (void)cudaEventDestroy(event);
-  if (words_ != nullptr) (void)cudaFree(words_);
+  if (submitted_ != retired_) (void)cudaStreamSynchronize(rank_->proxy()->stream());
 }
 
 RingView DeviceCopyEngine::ring_view() const {
   RingView view;
   view.slots = kernels_.slots();
   view.tail = &kernels_.control()->tail;
-  view.head = words_ + kHeadLine * kWordsPerLine;
-  view.tail_seen = words_ + kTailSeenLine * kWordsPerLine;
-  view.signal_cells = words_ + kLines * kWordsPerLine;
+  view.head = words_.data() + kHeadLine * kWordsPerLine;
+  view.tail_seen = words_.data() + kTailSeenLine * kWordsPerLine;
+  view.signal_cells = words_.data() + kLines * kWordsPerLine;
   view.capacity = options_.ring_slots;
   return view;
 }
@@ -144,7 +134,7 @@ void DeviceCopyEngine::put(const PutDescriptor& descriptor) {
 std::uint64_t DeviceCopyEngine::posted_by_kernels() {
   const ScopedDevice scope(rank_->device());
   std::uint64_t posted = 0;
-  read_device(&posted, words_ + kHeadLine * kWordsPerLine,
+  read_device(&posted, words_.data() + kHeadLine * kWordsPerLine,
               sizeof(posted));  // one word by a copy engine: waits for no kernel
   return posted;
 }
@@ -194,39 +184,56 @@ void DeviceCopyEngine::resume(std::uint64_t floor) {
 
 // ---- the proxy's thread -----------------------------------------------------------------------
 
-bool DeviceCopyEngine::serve() noexcept {
-  try {
-    bool progress = retire();
-    progress = take(kernels_, true) || progress;
-    progress = take(host_, false) || progress;
-    busy_.store(!in_flight_.empty(), std::memory_order_relaxed);
-    return progress;
-  } catch (const std::exception& error) {  // the host is out of memory, or the merger refuses
-    log(LogLevel::kError, error.what());
-    fail(-1, 0, 0);
-    return true;
+bool DeviceCopyEngine::serve(TimePoint now) noexcept {
+  bool progress = retire(now);
+  // The ring that was served last comes second: with one free place in batches_, a ring of kernels
+  // that is never empty would otherwise keep the host's puts out.
+  Ring* const first = first_;
+  Ring* const second = first == &kernels_ ? &host_ : &kernels_;
+  if (take(*first, now)) {
+    first_ = second;
+    progress = true;
   }
+  if (take(*second, now)) {
+    first_ = first;
+    progress = true;
+  }
+  busy_.store(submitted_ != retired_, std::memory_order_relaxed);
+  return progress;
 }
 
-bool DeviceCopyEngine::retire() {
+// A failed batch has ended, too.
+bool DeviceCopyEngine::ended(const Batch& batch, TimePoint now) noexcept {
+  cudaError_t status = cudaSuccess;
+  if (batch.by_word) {
+    if (load_signal(done_.as<std::uint64_t>()) >= batch.number) return true;
+    if (now - checked_ < kCheckEvery) return false;
+    checked_ = now;
+    status = cudaStreamQuery(rank_->proxy()->stream());
+    // Nothing is left to run, or other work is: the word is there or will come.
+    if (status == cudaSuccess || status == cudaErrorNotReady) return false;
+  } else {
+    status = cudaEventQuery(batch.event->get());
+    if (status == cudaErrorNotReady) return false;
+  }
+  if (status != cudaSuccess) {
+    fail(-1, batch.position, batch.ring->next, cudaGetErrorString(status));
+  }
+  return true;
+}
+
+bool DeviceCopyEngine::retire(TimePoint now) noexcept {
   bool progress = false;
-  while (!in_flight_.empty()) {
-    const Batch& batch = in_flight_.front();
-    const cudaError_t status = cudaEventQuery(batch.event);
-    if (status == cudaErrorNotReady) break;
-    if (status != cudaSuccess) {
-      log(LogLevel::kError,
-          fmt::format("GPU {}: copies failed: {}", rank_->device(), cudaGetErrorString(status)));
-      fail(-1, batch.position, batch.ring->next);
-    }
+  while (retired_ != submitted_) {
+    const Batch& batch = batches_[(retired_ + 1) % batches_.size()];
+    if (!ended(batch, now)) break;
     puts_ += batch.add.puts;
     copies_ += batch.add.copies;
     bytes_ += batch.add.bytes;
     signals_ += batch.add.signals;
     publish(*batch.ring, batch.position);
-    free_events_.push_back(batch.event);
-    in_flight_.pop_front();
-    if (in_flight_.empty()) busy_until_ = {};
+    ++retired_;
+    if (retired_ == submitted_) busy_until_ = {};
     progress = true;
   }
   return progress;
@@ -239,70 +246,82 @@ void DeviceCopyEngine::publish(Ring& ring, std::uint64_t position) noexcept {
   store_signal(&ring.control()->tail, position);
 }
 
-bool DeviceCopyEngine::ready(const Ring& ring) const {
+bool DeviceCopyEngine::ready(const Ring& ring) const noexcept {
   const RingSlot& slot = ring.slots()[ring_index(ring.next, options_.ring_slots)];
   return load_signal(&slot.sequence) == ring.next + 1;
 }
 
-// Hands what is ready to the merger; returns how many descriptors were refused.
-std::size_t DeviceCopyEngine::collect(Ring& ring) {
+// Hands what is ready to the merger; what no window would take becomes a fault.
+void DeviceCopyEngine::collect(Ring& ring) {
   taken_.clear();
-  std::size_t bad = 0;
-  while (taken_.size() < kTakeAtOnce && ready(ring)) {
+  for (std::size_t count = 0; count < kTakeAtOnce && ready(ring); ++count) {
     const RingSlot& slot = ring.slots()[ring_index(ring.next, options_.ring_slots)];
     const std::uint64_t position = ring.next++;
     try {
       detail::check_put(*window_, slot.put, "copy_engine");
     } catch (const Error& error) {  // a kernel cannot be thrown at: its team gets the fault, the
                                     // log the words
-      log(LogLevel::kError, fmt::format("rank {}: {}", rank_->team()->rank(), error.what()));
-      fail(slot.put.peer, position, 0);
-      ++bad;
+      fail(slot.put.peer, position, 0, error.what());
       continue;
     }
     taken_.push_back({slot.put, position});
     merger_.push(slot.put);
   }
-  return bad;
 }
 
-void DeviceCopyEngine::expect_busy(const MergedCopy& copy) {
+void DeviceCopyEngine::expect_busy(const MergedCopy& copy, TimePoint now) {
   const bool local = mapping_->same_device(copy.peer);
   const double transfer =
       static_cast<double>(copy.bytes) / (local ? kLocalBytesPerNs : kPeerBytesPerNs);
-  busy_until_ = std::max(busy_until_, Clock::now()) + (local ? kLocalStart : kPeerStart) +
+  busy_until_ = std::max(busy_until_, now) + (local ? kLocalStart : kPeerStart) +
                 std::chrono::nanoseconds(static_cast<std::int64_t>(transfer));
 }
 
-bool DeviceCopyEngine::take(Ring& ring, bool from_kernels) {
-  if (free_events_.empty() || !ready(ring)) return false;
-  if (!in_flight_.empty() && Clock::now() + options_.lead < busy_until_) return false;
-  const std::size_t bad = collect(ring);
-  if (taken_.empty() && bad == 0) return false;
-  Batch batch;
-  batch.ring = &ring;
-  batch.position = ring.next;
+void DeviceCopyEngine::submit_all(Ring& ring, Batch& batch, TimePoint now) {
+  collect(ring);
   // After a failure nothing may pass for delivered: descriptors are taken, so that nobody waits for
   // room, and dropped.
   while (!merger_.empty() && !failed_.load(std::memory_order_relaxed)) {
     const MergedCopy copy = merger_.next();
-    submit(copy, ring, from_kernels, batch.add);
-    expect_busy(copy);
+    batch.by_word = is_local(copy) && copy_locally(copy, batch);
+    if (!is_local(copy)) submit(copy, ring, batch.add);
+    expect_busy(copy, now);
+  }
+}
+
+bool DeviceCopyEngine::take(Ring& ring, TimePoint now) noexcept {
+  if (submitted_ - retired_ == batches_.size() || !ready(ring)) return false;
+  if (submitted_ != retired_ && now + options_.lead < busy_until_) return false;
+  const std::uint64_t number = submitted_ + 1;
+  Batch& batch = batches_[number % batches_.size()];
+  batch.by_word = false;
+  batch.number = number;
+  batch.ring = &ring;
+  batch.add = {};
+  try {
+    submit_all(ring, batch, now);
+  } catch (const std::exception& error) {
+    // The host is out of memory, or the merger refuses. What was taken from the ring is lost and
+    // on record as such, but it still retires below: a rearm waits for that.
+    batch.by_word = false;
+    fail(-1, 0, 0, error.what());
   }
   merger_.clear();
-  batch.event = free_events_.back();
-  free_events_.pop_back();
-  in_flight_.push_back(batch);
-  (void)succeeded(cudaEventRecord(batch.event, rank_->proxy()->stream()), -1);
+  batch.position = ring.next;
+  // Should the record fail, the event is of an earlier batch and done.
+  if (!batch.by_word)
+    (void)succeeded(cudaEventRecord(batch.event->get(), rank_->proxy()->stream()), -1);
+  submitted_ = number;
   return true;
 }
 
-// Whether the copy was one for copy_locally(); a failure is on record then.
-bool DeviceCopyEngine::copy_locally(const MergedCopy& copy, TransportCounters& add) {
-  if (!mapping_->same_device(copy.peer) || copy.bytes == 0 || copy.bytes > kLocalLaunchBytes ||
-      copy.signals.size() > 1) {
-    return false;
-  }
+bool DeviceCopyEngine::is_local(const MergedCopy& copy) const {
+  return mapping_->same_device(copy.peer) && copy.bytes != 0 && copy.bytes <= kLocalLaunchBytes &&
+         copy.signals.size() <= 1;
+}
+
+// Whether the end of this copy will be stored as the end of its batch. A failure is on record.
+bool DeviceCopyEngine::copy_locally(const MergedCopy& copy, Batch& batch) {
   std::byte* base = window_->base(copy.peer);
   SmPut put;
   put.dst = base + copy.dst_offset;
@@ -312,22 +331,24 @@ bool DeviceCopyEngine::copy_locally(const MergedCopy& copy, TransportCounters& a
     put.word = reinterpret_cast<std::uint64_t*>(base + copy.signals[0].first);
     put.epoch = copy.signals[0].second;
   }
-  put.arrivals = reinterpret_cast<std::uint32_t*>(words_ + kArrivalsLine * kWordsPerLine);
+  if (merger_.empty()) {  // the last of its batch
+    put.done = done_.as<std::uint64_t>();
+    put.done_value = batch.number;
+  }
+  put.arrivals = reinterpret_cast<std::uint32_t*>(words_.data() + kArrivalsLine * kWordsPerLine);
   const auto blocks =
       static_cast<int>((copy.bytes + kLocalBytesPerBlock - 1) / kLocalBytesPerBlock);
-  if (!succeeded(launch_sm_put(put, blocks, rank_->proxy()->stream(), kLocalThreads), copy.peer)) {
-    return true;
+  if (!succeeded(local_put_->launch(put, blocks, kLocalThreads), copy.peer)) {
+    return false;
   }
-  add.puts += copy.puts;
-  add.copies += 1;
-  add.bytes += copy.bytes;
-  add.signals += copy.signals.size();
-  return true;
+  batch.add.puts += copy.puts;
+  batch.add.copies += 1;
+  batch.add.bytes += copy.bytes;
+  batch.add.signals += copy.signals.size();
+  return put.done != nullptr;
 }
 
-void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, bool from_kernels,
-                              TransportCounters& add) {
-  if (copy_locally(copy, add)) return;
+void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, TransportCounters& add) {
   std::byte* base = window_->base(copy.peer);
   const bool local = mapping_->same_device(copy.peer);
   Proxy& proxy = *rank_->proxy();
@@ -351,7 +372,7 @@ void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, bool fro
                                                      reinterpret_cast<CUdeviceptr>(base + offset),
                                                      epoch, CU_STREAM_WRITE_VALUE_DEFAULT),
                        copy.peer);
-    } else if (from_kernels) {
+    } else if (&ring == &kernels_) {
       // Chunks that became ready together usually have neighbouring signal words and neighbouring
       // cells: one copy.
       const std::uint64_t first =
@@ -363,7 +384,7 @@ void DeviceCopyEngine::submit(const MergedCopy& copy, const Ring& ring, bool fro
                  options_.ring_slots) == first + run) {
         ++run;
       }
-      const std::uint64_t* cells = words_ + kLines * kWordsPerLine + first;
+      const std::uint64_t* cells = words_.data() + kLines * kWordsPerLine + first;
       sent = succeeded(proxy.copy(base + offset, cells, run * sizeof(epoch), local), copy.peer);
     } else {
       // The host's own puts have no device cell: the pinned slot is the source.
@@ -393,9 +414,7 @@ std::uint64_t DeviceCopyEngine::position_of(int peer, std::uint64_t offset,
 
 bool DeviceCopyEngine::succeeded(cudaError_t status, int peer) noexcept {
   if (status == cudaSuccess) return true;
-  log(LogLevel::kError, fmt::format("GPU {}: a copy to rank {} failed: {}", rank_->device(), peer,
-                                    cudaGetErrorString(status)));
-  fail(peer, 0, static_cast<std::uint64_t>(status));
+  fail(peer, 0, static_cast<std::uint64_t>(status), cudaGetErrorString(status));
   return false;
 }
 
@@ -403,8 +422,15 @@ bool DeviceCopyEngine::succeeded(CUresult status, int peer) noexcept {
   return succeeded(status == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown, peer);
 }
 
-void DeviceCopyEngine::fail(int peer, std::uint64_t expected, std::uint64_t seen) noexcept {
+void DeviceCopyEngine::fail(int peer, std::uint64_t expected, std::uint64_t seen,
+                            std::string_view words) noexcept {
   failed_.store(true);
+  try {
+    log(LogLevel::kError, fmt::format("rank {}: a copy on GPU {} for rank {} failed: {}",
+                                      rank_->team()->rank(), rank_->device(), peer, words));
+  } catch (const std::exception&) {  // the host is out of memory
+    log(LogLevel::kError, words);
+  }
   FaultRecord record;
   record.rank = rank_->team()->rank();
   record.peer = peer;

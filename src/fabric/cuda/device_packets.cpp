@@ -25,24 +25,19 @@ DevicePackets::DevicePackets(std::shared_ptr<DeviceRank> rank, std::uint64_t cap
   }
   collectively(*team, [&] {
     const ScopedDevice scope(rank_->device());
-    PENSTOCK_CUDA_CHECK(
-        cudaMalloc(reinterpret_cast<void**>(&tables_), table.size() * sizeof(Packet*)));
-    write_device(tables_, table.data(), table.size() * sizeof(Packet*));
+    tables_ = DeviceBuffer<Packet*>(table.size());
+    write_device(tables_.data(), table.data(), tables_.bytes());
   });
   const auto self = static_cast<std::size_t>(team->rank());
   view_.one_shot = table[self];
   view_.reduce = table[ranks + self];
   view_.gather = table[2 * ranks + self];
-  view_.one_shots = tables_;
-  view_.reduces = tables_ + ranks;
-  view_.gathers = tables_ + 2 * ranks;
+  view_.one_shots = tables_.data();
+  view_.reduces = tables_.data() + ranks;
+  view_.gathers = tables_.data() + 2 * ranks;
   view_.capacity = all_reduce_capacity(shape);
   view_.rank = team->rank();
   view_.ranks = team->size();
-}
-
-DevicePackets::~DevicePackets() {
-  if (tables_ != nullptr) (void)cudaFree(tables_);
 }
 
 }  // namespace penstock::cuda

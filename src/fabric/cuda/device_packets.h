@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/cuda/device_buffer.h"
 #include "fabric/cuda/device_rank.h"
 #include "penstock/fabric/all_reduce.h"
 #include "penstock/fabric/device_views.h"
@@ -15,7 +16,6 @@ class DevicePackets {
   // Collective. `capacity`: packets (12 bytes of payload each) of the largest call, e.g. rows *
   // hidden / 6 for bf16.
   DevicePackets(std::shared_ptr<DeviceRank> rank, std::uint64_t capacity);
-  ~DevicePackets();
   DevicePackets(const DevicePackets&) = delete;
   DevicePackets& operator=(const DevicePackets&) = delete;
 
@@ -26,7 +26,7 @@ class DevicePackets {
  private:
   std::shared_ptr<DeviceRank> rank_;
   std::shared_ptr<Window> window_;
-  Packet** tables_ = nullptr;  // device: [3 regions][ranks]
+  DeviceBuffer<Packet*> tables_;  // [3 regions][ranks]
   PacketView view_;
 };
 

@@ -112,7 +112,6 @@ std::shared_ptr<DeviceRank> DeviceRank::create(TeamHandle team, int device, int 
 DeviceRank::~DeviceRank() {
   if (proxy_ != nullptr) proxy_->detach(this);
   if (team_ != nullptr) team_->remove_hook(this);
-  for (const auto& [stream, event] : launched_) (void)cudaEventDestroy(event);
 }
 
 GuardView DeviceRank::guard_view(std::int32_t op) const {
@@ -155,9 +154,7 @@ void DeviceRank::prepare(cudaStream_t stream) {
 void DeviceRank::track(cudaStream_t stream) {
   {
     const std::lock_guard lock(mutex_);
-    auto [at, fresh] = launched_.try_emplace(stream, nullptr);
-    if (fresh) PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&at->second, cudaEventDisableTiming));
-    PENSTOCK_CUDA_CHECK(cudaEventRecord(at->second, stream));
+    launched_.try_emplace(stream).first->second.record(stream);
   }
   proxy_->wake();
 }
@@ -179,12 +176,22 @@ void DeviceRank::abort_locked() noexcept {
   }
 }
 
-bool DeviceRank::serve() noexcept {
-  const auto now = Clock::now();
+bool DeviceRank::serve(Clock::time_point now) noexcept {
   if (now - looked_ < kLookEvery) return false;
   looked_ = now;
   look();
   return false;
+}
+
+// Whom to blame: a kernel names the peer it waited for; the team knows of a process that has
+// stopped (no heart-beat) and of whom a host thread waits for.
+void DeviceRank::report(FaultRecord record) noexcept {
+  if (record.cause == static_cast<std::uint32_t>(FaultCause::kDeadline) && record.peer >= 0 &&
+      record.peer < team_->size()) {
+    record.peer = team_->blame(record.peer, std::chrono::nanoseconds(record.waited_ns));
+  }
+  reported_ = true;
+  (void)team_->raise(record);
 }
 
 void DeviceRank::look() noexcept {
@@ -203,8 +210,7 @@ void DeviceRank::look() noexcept {
     if (seen_aborted_ == Clock::time_point{}) seen_aborted_ = Clock::now();
     if (Clock::now() - seen_aborted_ < kCauseFirst) return;
   }
-  reported_ = true;
-  (void)team_->raise(record);
+  report(record);
 }
 
 void DeviceRank::quiesce() {
@@ -215,7 +221,7 @@ void DeviceRank::quiesce() {
   {
     // Not held while waiting: the proxy thread takes it, and serves other ranks, too.
     const std::lock_guard lock(mutex_);
-    for (const auto& [stream, event] : launched_) events.push_back(event);
+    for (const auto& [stream, event] : launched_) events.push_back(event.get());
   }
   for (cudaEvent_t event : events) {
     while (true) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 
+#include "core/cuda/stream.h"
 #include "fabric/cuda/memory.h"
 #include "fabric/cuda/proxy.h"
 #include "fabric/cuda/window_backend.h"
@@ -96,10 +97,11 @@ class DeviceRank : public RearmHook, private ProxyClient {
 
  private:
   DeviceRank(TeamHandle team, int device);
-  bool serve() noexcept override;
+  bool serve(std::chrono::steady_clock::time_point now) noexcept override;
   bool busy() const noexcept override { return false; }
   void look() noexcept;
-  void abort_locked() noexcept;  // mutex_ is held
+  void report(FaultRecord record) noexcept;  // mutex_ is held
+  void abort_locked() noexcept;              // mutex_ is held
 
   TeamHandle team_;
   int device_;
@@ -113,7 +115,7 @@ class DeviceRank : public RearmHook, private ProxyClient {
   std::mutex mutex_;  // the fields below, and generation_ against the proxy thread
   // One event a stream, recorded behind its latest launch: unlike the stream it cannot be destroyed
   // under us.
-  std::map<cudaStream_t, cudaEvent_t> launched_;
+  std::map<cudaStream_t, OwnedEvent> launched_;
   // Team generation that a rearm is about to leave: its fault is still visible while this rank has
   // already resumed.
   std::uint64_t left_team_generation_ = 0;

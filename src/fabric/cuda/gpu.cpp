@@ -11,6 +11,7 @@
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/copy_engine.h"
 #include "fabric/cuda/device_rank.h"
 #include "fabric/cuda/driver.h"
@@ -31,10 +32,8 @@ class PatternRank {
       : rank_(std::move(rank)), result_(kResultWords), op_(rank_->team()->next_operator()) {
     PENSTOCK_CUDA_CHECK(load_pattern_kernels());
     PENSTOCK_CUDA_CHECK(load_sm_put());
-    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    rank_->prepare(stream_);
+    rank_->prepare(stream_.handle);
   }
-  ~PatternRank() { (void)cudaStreamDestroy(stream_); }
   PatternRank(const PatternRank&) = delete;
   PatternRank& operator=(const PatternRank&) = delete;
 
@@ -42,9 +41,9 @@ class PatternRank {
 
   void fill(std::byte* to, std::uint64_t bytes, std::uint64_t seed) {
     PENSTOCK_CUDA_CHECK(launch_fill(reinterpret_cast<std::uint64_t*>(to), bytes / 8, seed,
-                                    blocks_for(bytes), stream_));
-    rank_->track(stream_);
-    PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
+                                    blocks_for(bytes), stream_.handle));
+    rank_->track(stream_.handle);
+    stream_.wait();
   }
 
   std::int64_t receive(Window& window, std::uint64_t signal_offset, std::uint64_t epoch, int peer,
@@ -62,9 +61,9 @@ class PatternRank {
     args.seed = seed;
     args.first_wrong = result_.data();
     args.status = reinterpret_cast<std::uint32_t*>(result_.data() + 1);
-    PENSTOCK_CUDA_CHECK(launch_receive(args, blocks_for(bytes), stream_));
-    rank_->track(stream_);
-    PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));  // the kernel's wait has a deadline
+    PENSTOCK_CUDA_CHECK(launch_receive(args, blocks_for(bytes), stream_.handle));
+    rank_->track(stream_.handle);
+    stream_.wait();  // the kernel's wait has a deadline
     read_device(result, result_.data(), sizeof(result));
     if (result[1] != 0) throw_fault();
     return result[0] == ~0ULL ? -1 : static_cast<std::int64_t>(result[0] * 8);
@@ -92,7 +91,7 @@ class PatternRank {
   std::shared_ptr<DeviceRank> rank_;
   DeviceBuffer<std::uint64_t> result_;
   std::int32_t op_;
-  cudaStream_t stream_ = nullptr;
+  OwnedStream stream_;
 };
 
 std::unique_ptr<Transport> make_transport(TransportKind kind,

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "core/cuda/check.h"
+#include "core/cuda/stream.h"
 #include "fabric/cuda/driver.h"
 #include "penstock/core/error.h"
 
@@ -30,18 +31,18 @@ CUmemAllocationProp properties_of(int device) {
 
 cudaStream_t word_stream() {
   static std::mutex mutex;
-  static std::map<int, cudaStream_t> streams;  // for the life of the process
+  // For the life of the process: never destroyed, since the driver may be gone before static
+  // objects are.
+  static auto& streams = *new std::map<int, OwnedStream>;
   int device = 0;
   PENSTOCK_CUDA_CHECK(cudaGetDevice(&device));
   const std::lock_guard lock(mutex);
-  auto [at, fresh] = streams.try_emplace(device, nullptr);
-  if (fresh) {
-    int least = 0;
-    int greatest = 0;
-    PENSTOCK_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    PENSTOCK_CUDA_CHECK(cudaStreamCreateWithPriority(&at->second, cudaStreamNonBlocking, greatest));
-  }
-  return at->second;
+  const auto at = streams.find(device);
+  if (at != streams.end()) return at->second.handle;
+  int least = 0;
+  int greatest = 0;
+  PENSTOCK_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  return streams.try_emplace(device, greatest).first->second.handle;
 }
 
 void zero_device(void* data, std::size_t bytes) {

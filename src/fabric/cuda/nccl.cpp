@@ -52,7 +52,7 @@ std::string nccl_version(const Nccl& nccl) {
   return fmt::format("{}.{}.{}", number / 10000, number / 100 % 100, number % 100);
 }
 
-NcclRank::NcclRank(Team& team, const Nccl& nccl) : nccl_(nccl) {
+NcclRank::NcclRank(Team& team, const Nccl& nccl) : nccl_(nccl), comm_(nccl.destroy) {
   NcclId id{};
   collectively(team, [&] {
     if (team.rank() == 0) nccl_check(nccl_.unique_id(&id), "ncclGetUniqueId");
@@ -60,12 +60,9 @@ NcclRank::NcclRank(Team& team, const Nccl& nccl) : nccl_(nccl) {
   std::vector<NcclId> ids(static_cast<std::size_t>(team.size()));
   team.all_gather(std::as_bytes(std::span(&id, 1)), std::as_writable_bytes(std::span(ids)));
   collectively(team, [&] {
-    nccl_check(nccl_.init_rank(&comm_, team.size(), ids[0], team.rank()), "ncclCommInitRank");
+    nccl_check(nccl_.init_rank(&comm_.handle, team.size(), ids[0], team.rank()),
+               "ncclCommInitRank");
   });
-}
-
-NcclRank::~NcclRank() {
-  if (comm_ != nullptr) (void)nccl_.destroy(comm_);
 }
 
 }  // namespace penstock::cuda

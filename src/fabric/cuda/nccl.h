@@ -45,16 +45,25 @@ std::string nccl_version(const Nccl& nccl);
 class NcclRank {
  public:
   NcclRank(Team& team, const Nccl& nccl);
-  ~NcclRank();
-  NcclRank(const NcclRank&) = delete;
-  NcclRank& operator=(const NcclRank&) = delete;
 
   const Nccl& calls() const noexcept { return nccl_; }
-  NcclComm comm() const noexcept { return comm_; }
+  NcclComm comm() const noexcept { return comm_.handle; }
 
  private:
+  // Owns the communicator by itself: if it could not be made on another rank, the constructor
+  // throws on this one, too.
+  struct Comm {
+    int (*destroy)(NcclComm) = nullptr;
+    NcclComm handle = nullptr;
+    explicit Comm(int (*call)(NcclComm)) : destroy(call) {}
+    ~Comm() {
+      if (handle != nullptr) (void)destroy(handle);
+    }
+    Comm(const Comm&) = delete;
+    Comm& operator=(const Comm&) = delete;
+  };
   Nccl nccl_;
-  NcclComm comm_ = nullptr;
+  Comm comm_;
 };
 
 }  // namespace penstock::cuda

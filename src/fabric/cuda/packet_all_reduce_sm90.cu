@@ -48,20 +48,18 @@ __global__ void __launch_bounds__(kPacketThreads)
       out[1] = sum.word[1];
       out[2] = sum.word[2];
     };
-    status = args.two_shot ? all_reduce.two_shot(epoch, first, stride, args.count, load, store)
-                           : all_reduce.one_shot(epoch, first, stride, args.count, load, store);
-    if (!sweep_due(epoch)) {
-      if (status != WaitStatus::kArrived) break;
-      continue;
+    // A thread whose wait failed does nothing more but goes on to the barriers, where the others of
+    // its block are; they all leave together, by a vote.
+    if (status == WaitStatus::kArrived) {
+      status = args.two_shot ? all_reduce.two_shot(epoch, first, stride, args.count, load, store)
+                             : all_reduce.one_shot(epoch, first, stride, args.count, load, store);
     }
-    // A thread whose wait failed still comes to the barrier: its block's others are there.
+    if (!sweep_due(epoch)) continue;
     const WaitStatus consumed = grid_barrier(args.barrier, ++barriers * gridDim.x, guard);
-    if (status != WaitStatus::kArrived || consumed != WaitStatus::kArrived) {
-      status = status != WaitStatus::kArrived ? status : consumed;
-      break;
-    }
+    if (status == WaitStatus::kArrived) status = consumed;
+    if (__syncthreads_or(status != WaitStatus::kArrived) != 0) break;
     all_reduce.sweep(epoch, first, stride);
-    status = grid_barrier(args.barrier, ++barriers * gridDim.x, guard);
+    status = grid_barrier(args.barrier, ++barriers * gridDim.x, guard);  // the same for all threads
     if (status != WaitStatus::kArrived) break;
   }
   if (status != WaitStatus::kArrived) *args.status = static_cast<std::uint32_t>(status);

@@ -43,22 +43,24 @@ std::shared_ptr<Proxy> Proxy::for_device(int device) {
   return proxy;
 }
 
-Proxy::Proxy(int device) : device_(device) {
+// The stream of local copies, which are kernels: set up before anybody waits (DeviceRank::prepare).
+OwnedStream Proxy::make_stream(int device) {
   const ScopedDevice scope(device);
   (void)driver();  // load now: an entry point that is missing is the creator's error, not the
                    // thread's
   int least = 0;
   int greatest = 0;
   PENSTOCK_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  PENSTOCK_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
-  // Local copies are kernels: set the stream up for them before anybody waits
-  // (DeviceRank::prepare).
-  PENSTOCK_CUDA_CHECK(launch_nothing(stream_));
-  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
+  return OwnedStream(greatest);
+}
+
+Proxy::Proxy(int device) : device_(device), stream_(make_stream(device)) {
+  const ScopedDevice scope(device);
+  PENSTOCK_CUDA_CHECK(launch_nothing(stream()));
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream()));
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    (void)cudaStreamDestroy(stream_);
     throw_error(ErrorKind::kResourceExhausted,
                 fmt::format("the proxy thread of GPU {} did not start: {}", device, error.what()));
   }
@@ -71,7 +73,6 @@ Proxy::~Proxy() {
     idle_.notify_all();
   }
   thread_.join();
-  (void)cudaStreamDestroy(stream_);
 }
 
 void Proxy::attach(ProxyClient* client) {
@@ -100,14 +101,16 @@ void Proxy::run() noexcept {
   // it.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
-  Clock::time_point active = Clock::now();
+  Clock::time_point now = Clock::now();
+  Clock::time_point active = now;
   std::uint64_t wakes = 0;
   std::unique_lock lock(mutex_);
   while (!stop_.load(std::memory_order_relaxed)) {
     bool progress = false;
     bool busy = false;
+    now = Clock::now();
     for (ProxyClient* client : clients_) {
-      progress = client->serve() || progress;
+      progress = client->serve(now) || progress;
       busy = busy || client->busy();
     }
     if (wanting_.load(std::memory_order_relaxed) != 0) {
@@ -119,10 +122,10 @@ void Proxy::run() noexcept {
     const std::uint64_t woken = wakes_.load(std::memory_order_relaxed);
     if (progress || busy || woken != wakes) {
       wakes = woken;
-      active = Clock::now();
+      active = now;
     } else if (clients_.empty()) {
       idle_.wait(lock, [this] { return stop_.load() || !clients_.empty(); });
-    } else if (Clock::now() - active > kSpinFor) {
+    } else if (now - active > kSpinFor) {
       idle_.wait_for(lock, kNap);
     } else {
       pause_cpu();
@@ -131,14 +134,14 @@ void Proxy::run() noexcept {
 }
 
 cudaError_t Proxy::copy(void* dst, const void* src, std::size_t bytes, bool same_device) noexcept {
-  if (!same_device) return cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_);
+  if (!same_device) return cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream());
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   void* const to = dst;
   const void* const from = src;
   std::size_t first = 0;
-  return cudaMemcpyBatchAsync(&to, &from, &bytes, 1, &attributes, &first, 1, stream_);
+  return cudaMemcpyBatchAsync(&to, &from, &bytes, 1, &attributes, &first, 1, stream());
 }
 
 SignalProbe probe_signal(Proxy& proxy, std::byte* slot, std::byte* source, bool same_device) {

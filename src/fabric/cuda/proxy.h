@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +14,10 @@
 #include <mutex>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "core/cuda/stream.h"
 
 namespace penstock::cuda {
 
@@ -31,9 +35,9 @@ class ProxyClient {
  public:
   virtual ~ProxyClient() = default;
   // Looks for work and does it without waiting; called over and over on the proxy's thread with the
-  // device current. Returns whether anything was done. Must not throw: a client turns its errors
-  // into a fault of its team.
-  virtual bool serve() noexcept = 0;
+  // device current. `now` was read once for all clients of a round. Returns whether anything was
+  // done. Must not throw: a client turns its errors into a fault of its team.
+  virtual bool serve(std::chrono::steady_clock::time_point now) noexcept = 0;
   // Work in flight: the proxy keeps spinning instead of sleeping.
   virtual bool busy() const noexcept = 0;
 };
@@ -50,7 +54,7 @@ class Proxy {
   int device() const noexcept { return device_; }
   // The stream of all proxied copies of this GPU. One: a GPU has one useful engine for the
   // direction to its peers.
-  cudaStream_t stream() const noexcept { return stream_; }
+  cudaStream_t stream() const noexcept { return stream_.handle; }
 
   // From attach's return to detach's return `client` is served; detach returns when no call is in
   // progress.
@@ -67,10 +71,11 @@ class Proxy {
 
  private:
   explicit Proxy(int device);
+  static OwnedStream make_stream(int device);
   void run() noexcept;
 
   int device_;
-  cudaStream_t stream_ = nullptr;
+  OwnedStream stream_;
   std::mutex mutex_;  // clients_; held while they are served
   std::condition_variable idle_;
   std::vector<ProxyClient*> clients_;
@@ -78,6 +83,22 @@ class Proxy {
   std::atomic<std::uint64_t> wakes_{0};
   std::atomic<bool> stop_{false};
   std::thread thread_;
+};
+
+// A client's place in the proxy's list, for as long as this object lives.
+class ProxyPlace {
+ public:
+  ProxyPlace(std::shared_ptr<Proxy> proxy, ProxyClient* client)
+      : proxy_(std::move(proxy)), client_(client) {
+    proxy_->attach(client_);
+  }
+  ~ProxyPlace() { proxy_->detach(client_); }
+  ProxyPlace(const ProxyPlace&) = delete;
+  ProxyPlace& operator=(const ProxyPlace&) = delete;
+
+ private:
+  std::shared_ptr<Proxy> proxy_;
+  ProxyClient* client_;
 };
 
 // Outcome of timing both methods on one pair of addresses.

@@ -32,24 +32,21 @@ DeviceSmTransport::DeviceSmTransport(TransportKind kind, std::shared_ptr<DeviceR
   });
   const ScopedDevice scope(rank_->device());
   PENSTOCK_CUDA_CHECK(load_sm_put());
-  PENSTOCK_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&arrivals_), sizeof(*arrivals_)));
-  zero_device(arrivals_, sizeof(*arrivals_));
-  PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  PENSTOCK_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-  PENSTOCK_CUDA_CHECK(launch_nothing(stream_));  // see DeviceRank::prepare
-  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
-  rank_->team()->add_hook(this);
-  window_->add_user(this);
+  arrivals_ = DeviceBuffer<std::uint32_t>(1);
+  zero_device(arrivals_.data(), arrivals_.bytes());
+  stream_.emplace();
+  event_.emplace();
+  PENSTOCK_CUDA_CHECK(launch_nothing(stream_->handle));  // see DeviceRank::prepare
+  stream_->wait();
+  hook_.emplace(rank_->team(), this);
+  user_.emplace(window_, this);
 }
 
 DeviceSmTransport::~DeviceSmTransport() {
-  window_->remove_user(this);
-  rank_->team()->remove_hook(this);
+  user_.reset();
+  hook_.reset();
   // Copies wait for nobody: they end.
-  if (stream_ != nullptr) (void)cudaStreamSynchronize(stream_);
-  if (event_ != nullptr) (void)cudaEventDestroy(event_);
-  if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
-  if (arrivals_ != nullptr) (void)cudaFree(arrivals_);
+  (void)cudaStreamSynchronize(stream_->handle);
 }
 
 void DeviceSmTransport::put(const PutDescriptor& descriptor) {
@@ -73,7 +70,7 @@ void DeviceSmTransport::flush() {
     put.dst = base + copy.dst_offset;
     put.src = window_->local() + copy.src_offset;
     put.bytes = copy.bytes;
-    put.arrivals = arrivals_;
+    put.arrivals = arrivals_.data();
     // The first signal rides with the data; stream order puts the others behind it.
     std::size_t next = 0;
     do {
@@ -81,7 +78,7 @@ void DeviceSmTransport::flush() {
         put.word = reinterpret_cast<std::uint64_t*>(base + copy.signals[next].first);
         put.epoch = copy.signals[next].second;
       }
-      PENSTOCK_CUDA_CHECK(launch_sm_put(put, put.bytes == 0 ? 1 : blocks_, stream_));
+      PENSTOCK_CUDA_CHECK(launch_sm_put(put, put.bytes == 0 ? 1 : blocks_, stream_->handle));
       put.bytes = 0;
       ++next;
     } while (next < copy.signals.size());
@@ -95,10 +92,10 @@ void DeviceSmTransport::flush() {
 void DeviceSmTransport::quiet() {
   flush();
   const ScopedDevice scope(rank_->device());
-  PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream_));
+  event_->record(stream_->handle);
   guard_.wait_until(
       [&] {
-        const cudaError_t status = cudaEventQuery(event_);
+        const cudaError_t status = cudaEventQuery(event_->get());
         if (status != cudaErrorNotReady) check(status, "cudaEventQuery");
         return status == cudaSuccess;
       },
@@ -109,10 +106,10 @@ void DeviceSmTransport::quiet() {
 void DeviceSmTransport::quiesce() {
   merger_.clear();
   const ScopedDevice scope(rank_->device());
-  PENSTOCK_CUDA_CHECK(cudaEventRecord(event_, stream_));
+  event_->record(stream_->handle);
   const auto give_up = std::chrono::steady_clock::now() + rank_->team()->deadline();
   while (true) {
-    const cudaError_t status = cudaEventQuery(event_);
+    const cudaError_t status = cudaEventQuery(event_->get());
     if (status == cudaSuccess) break;
     if (status != cudaErrorNotReady) check(status, "cudaEventQuery");
     if (std::chrono::steady_clock::now() > give_up) {

@@ -6,7 +6,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
+#include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
+#include "fabric/cuda/attachments.h"
 #include "fabric/cuda/device_rank.h"
 #include "fabric/cuda/put_sm90.h"
 #include "penstock/fabric/guard.h"
@@ -48,11 +52,14 @@ class DeviceSmTransport : public Transport, public RearmHook {
   std::int32_t op_;
   Guard guard_;
   DescriptorMerger merger_;
-  std::uint32_t* arrivals_ = nullptr;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t event_ = nullptr;
+  DeviceBuffer<std::uint32_t> arrivals_;
+  std::optional<OwnedStream> stream_;
+  std::optional<OwnedEvent> event_;
   TransportCounters pending_;  // launched, not known to be done
   std::atomic<std::uint64_t> puts_{0}, copies_{0}, bytes_{0}, direct_bytes_{0}, signals_{0};
+  // Last, since these make the object visible to others.
+  std::optional<HookPlace> hook_;
+  std::optional<UserPlace> user_;
 };
 
 }  // namespace penstock::cuda

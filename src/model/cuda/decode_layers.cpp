@@ -13,6 +13,7 @@
 #include "core/cuda/device_buffer.h"
 #include "fabric/gpu.h"
 #include "model/decode_weights.h"
+#include "ops/decode_layer/cuda/peers.h"
 #include "penstock/core/error.h"
 #include "penstock/ops/decode_layer/decode_layer.h"
 
@@ -54,25 +55,6 @@ void upload(const DeviceBuffer<T>& to, std::span<const T> from, cudaStream_t str
                                       cudaMemcpyHostToDevice, stream));
 }
 
-// Lets kernels on `device` use memory of `peer`.
-void enable_peer(int device, int peer) {
-  int can = 0;
-  PENSTOCK_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
-  require(can != 0, ErrorKind::kUnsupported, [&] {
-    return fmt::format(
-        "decode_layer: GPU {} cannot reach the memory of GPU {}: use GPUs with NVLink "
-        "or PCIe peer access, or fewer of them (CUDA_VISIBLE_DEVICES)",
-        device, peer);
-  });
-  PENSTOCK_CUDA_CHECK(cudaSetDevice(device));
-  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
-  if (status == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();
-    return;
-  }
-  cuda::check(status, "cudaDeviceEnablePeerAccess");
-}
-
 class CudaDecodeLayers final : public DecodeLayers {
  public:
   CudaDecodeLayers(const Checkpoint& checkpoint, const EngineOptions& options)
@@ -82,6 +64,7 @@ class CudaDecodeLayers final : public DecodeLayers {
     const std::string refusal = gpu_unavailable();
     require(refusal.empty(), ErrorKind::kUnsupported,
             [&] { return "decode_layer on a GPU: " + refusal; });
+    for (int rank = 0; rank < options.ranks; ++rank) devices_.push_back(gpu_of_rank(rank));
     for (int rank = 0; rank < options.ranks; ++rank) add_rank(checkpoint, options, rank);
     connect();
   }
@@ -154,7 +137,7 @@ class CudaDecodeLayers final : public DecodeLayers {
     const ModelConfig& config = checkpoint.config();
     auto owner = std::make_unique<Rank>();
     Rank& rank = *owner;
-    rank.device = gpu_of_rank(number);
+    rank.device = devices_[static_cast<std::size_t>(number)];
     cuda::require_sm90(rank.device);
     PENSTOCK_CUDA_CHECK(cudaSetDevice(rank.device));
     PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
@@ -167,7 +150,7 @@ class CudaDecodeLayers final : public DecodeLayers {
                                                        options.max_context, decode::kMaxPicks)));
     std::vector<std::uint8_t> prepared;
     for (std::int64_t i = 0; i < layers_; ++i) {
-      decode::DecodeShape shape = engine::decode_layer_shape(config, i, options.ranks);
+      decode::DecodeShape shape = engine::decode_layer_shape(checkpoint, i, options.ranks);
       shape.rank = number;
       shape.rows = decode::kMaxRows;
       shape.eps_latent = static_cast<float>(options.latent_eps);
@@ -179,6 +162,12 @@ class CudaDecodeLayers final : public DecodeLayers {
       rank.caches.emplace_back(static_cast<std::size_t>(options.pages * page_stride_));
       std::optional<Kind>& kind = shape.dense ? rank.dense : rank.sparse;
       if (!kind) kind.emplace(Kind{shape, nullptr, {}});
+      require(kind->shape.attention_scales == shape.attention_scales, ErrorKind::kUnsupported, [&] {
+        return fmt::format(
+            "decode_layer: attention of layer {} has scales of another kind (per block, per "
+            "channel) than the layers before it: one operator runs them all",
+            i);
+      });
       if (number == 0) {
         places_.push_back({shape.dense, static_cast<int>(kind->bindings.size())});
       }
@@ -187,7 +176,7 @@ class CudaDecodeLayers final : public DecodeLayers {
     }
     decode::DecodeOptions how;
     how.device = rank.device;
-    how.sm_budget = share_of_device(rank.device, options.ranks);
+    how.sm_budget = decode::share_of_device(rank.device, devices_);
     for (std::optional<Kind>* kind : {&rank.dense, &rank.sparse}) {
       if (!*kind) continue;
       (*kind)->op = std::make_unique<decode::DecodeLayer>((*kind)->shape, how);
@@ -198,23 +187,9 @@ class CudaDecodeLayers final : public DecodeLayers {
     ranks_.push_back(std::move(owner));
   }
 
-  // Kernels of ranks that share a GPU wait for each other, so all of their CTAs must be resident.
-  static int share_of_device(int device, int ranks) {
-    int sharing = 0;
-    for (int r = 0; r < ranks; ++r) sharing += gpu_of_rank(r) == device ? 1 : 0;
-    if (sharing <= 1) return 0;
-    int sms = 0;
-    PENSTOCK_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    return sms / sharing;
-  }
-
   void connect() {
     if (ranks_.size() == 1) return;
-    for (const auto& a : ranks_) {
-      for (const auto& b : ranks_) {
-        if (a->device != b->device) enable_peer(a->device, b->device);
-      }
-    }
+    decode::enable_peers(devices_);
     for (std::optional<Kind> Rank::*kind : {&Rank::dense, &Rank::sparse}) {
       if (!((*ranks_[0]).*kind)) continue;
       std::vector<void*> windows;
@@ -237,6 +212,7 @@ class CudaDecodeLayers final : public DecodeLayers {
   std::int64_t weight_bytes_ = 0;
   std::int64_t scratch_bytes_ = 0;
   bool faulted_ = false;
+  std::vector<int> devices_;   // [ranks]
   std::vector<Place> places_;  // [layers]
   std::vector<std::unique_ptr<Rank>> ranks_;
 };

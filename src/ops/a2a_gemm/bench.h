@@ -14,10 +14,12 @@
 
 namespace penstock::a2a_gemm {
 
-// What is timed.
+// What is timed. Of the mirror: the GEMM first, then the exchange.
 enum class BenchVariant : std::uint8_t {
   kCopyEngine,  // whole calls: the gate in the GEMM, copies by copy engine,
   kSm,          // copies by a few SMs,
+  kArrival,     // copies by copy engine, chunks in the order in which they come,
+  kDirect,      // mirror only: stored by the epilogue,
   kAuto,        // what Fuse::kAuto takes,
   kUnfused,     // copies by copy engine, a kernel that waits for all of them, then the GEMM,
   kNccl,        // NCCL's all-to-all, then the GEMM,
@@ -25,7 +27,7 @@ enum class BenchVariant : std::uint8_t {
   kGemm,        // floors: the GEMM over chunks that are there,
   kDense,       // the library's GEMM
 };
-inline constexpr int kBenchVariants = 8;
+inline constexpr int kBenchVariants = 10;
 std::string_view to_string(BenchVariant variant);
 // Whether it computes the operator's result from the operands of all ranks.
 bool is_whole(BenchVariant variant);
@@ -47,7 +49,8 @@ struct BenchOptions {
   std::vector<BenchVariant> variants;  // empty: all
   int rounds = 15;
   int warmup = 3;
-  bool graph = false;  // whole calls are captured, two a graph, and replayed
+  bool graph = false;   // whole calls are captured, two a graph, and replayed
+  bool mirror = false;  // the GEMM whose result leaves (mirror.h) instead
   std::int32_t row_block_rows = 0;
   std::int32_t copy_ctas = 8;
   std::uint64_t seed = 2026;

@@ -8,6 +8,10 @@ std::string_view to_string(BenchVariant variant) {
       return "copy_engine";
     case BenchVariant::kSm:
       return "sm";
+    case BenchVariant::kArrival:
+      return "arrival";
+    case BenchVariant::kDirect:
+      return "direct";
     case BenchVariant::kAuto:
       return "auto";
     case BenchVariant::kUnfused:

@@ -2,6 +2,7 @@
 #include "ops/a2a_gemm/bench.h"
 #include "penstock/core/error.h"
 #include "penstock/ops/a2a_gemm/a2a_gemm.h"
+#include "penstock/ops/a2a_gemm/mirror.h"
 
 namespace penstock::a2a_gemm {
 
@@ -11,6 +12,9 @@ constexpr const char* kAbsent =
 }
 
 std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(TeamHandle, const Shape&, const Options&) {
+  throw_error(ErrorKind::kUnsupported, kAbsent);
+}
+std::unique_ptr<GemmA2a> make_cuda_gemm_a2a(TeamHandle, const Shape&, const Options&) {
   throw_error(ErrorKind::kUnsupported, kAbsent);
 }
 BenchResult gpu_bench_a2a_gemm(const TeamHandle&, int, const BenchOptions&) {

@@ -91,7 +91,41 @@ Choice choose_band(const Shape& shape, std::int32_t rank, std::int32_t row_block
   return best;
 }
 
+// One measured point: both forms by copy engine, in the same rounds.
+struct Measured {
+  bool shared_gpu;
+  std::int32_t ranks;
+  Format format;
+  std::int32_t columns;  // N
+  std::int32_t rows;     // of the rank with most
+  double gain;           // unfused over fused
+};
+constexpr Measured kMeasured[] = {
+#include "ops/a2a_gemm/measured_gains.inc"
+};
+constexpr double kNear = 1.5;  // of rows, and of columns
+
 }  // namespace
+
+double measured_gain(const Shape& shape, const Machine& machine) {
+  double nearest = 0.0;
+  double gain = 0.0;
+  const double rows = std::max(max_rows(shape), 1);
+  for (const Measured& m : kMeasured) {
+    if (m.shared_gpu != machine.shared_gpu || m.ranks != shape.ranks || m.format != shape.format) {
+      continue;
+    }
+    const double row_ratio = std::max(rows / m.rows, m.rows / rows);
+    const double columns = shape.columns;
+    const double column_ratio = std::max(columns / m.columns, m.columns / columns);
+    if (row_ratio > kNear || column_ratio > kNear) continue;
+    if (gain == 0.0 || row_ratio * column_ratio < nearest) {
+      nearest = row_ratio * column_ratio;
+      gain = m.gain;
+    }
+  }
+  return gain;
+}
 
 double predict_exchange_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,
                            const Machine& machine) {
@@ -178,7 +212,10 @@ Config choose(const Shape& shape, std::int32_t rank, const Machine& machine,
     best.fused_us = choice.fused_us;
     best.unfused_us = best.exchange_us + machine.launch_us + best.gemm_us;
   }
-  best.fuse = shape.ranks > 1 && best.fused_us < (1.0 - kLeastGain) * best.unfused_us;
+  const double gain = measured_gain(shape, machine);
+  best.fuse =
+      shape.ranks > 1 && (gain > 0.0 ? gain > 1.0 / (1.0 - kLeastGain)
+                                     : best.fused_us < (1.0 - kLeastGain) * best.unfused_us);
   return best;
 }
 

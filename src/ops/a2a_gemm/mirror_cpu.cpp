@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops/a2a_gemm/mirror_layout.h"
+#include "ops/a2a_gemm/operands.h"
 #include "penstock/core/error.h"
 #include "penstock/fabric/guard.h"
 #include "penstock/fabric/signal.h"
@@ -55,7 +56,7 @@ class CpuGemmA2a final : public GemmA2a, public RearmHook {
   }
 
   void run(Stream, const Operands& operands) override {
-    check(operands);
+    check_mirror_operands(operands, shape_, rank_);
     team_->check();
     const std::uint64_t epoch = window_->epochs().next();
     send(operands, epoch);
@@ -94,44 +95,11 @@ class CpuGemmA2a final : public GemmA2a, public RearmHook {
       return fmt::format("gemm_a2a: the shape has {} ranks, the team {}", shape_.ranks,
                          team_->size());
     });
-    require(!options_.quantise_x && options_.order == ChunkOrder::kRotation,
-            ErrorKind::kInvalidArgument, [] {
-              return std::string(
-                  "gemm_a2a: quantise_x and arrival order are a2a_gemm's: here X stays at home and "
-                  "nothing is summed over ranks; leave them at their defaults");
-            });
+    check_mirror_options(options_);
     row_block_rows_ = choose(shape_, rank_, {}, options_.row_block_rows).row_block_rows;
     fuse_ = options_.fuse == Fuse::kAuto ? shape_.ranks > 1 : options_.fuse == Fuse::kAlways;
-    index_.shape.ranks = static_cast<std::uint64_t>(shape_.ranks);
-    index_.shape.max_rows = static_cast<std::uint64_t>(max_rows(shape_));
-    index_.shape.row_bytes = static_cast<std::uint64_t>(shape_.columns) * sizeof(Bf16);
-    index_.shape.row_blocks =
-        static_cast<std::uint64_t>(row_block_count(max_rows(shape_), row_block_rows_));
-    index_.shape.staged = !direct();
-    index_.at = kMirrorTable.at(index_.shape);
-    layout_ = Layout::from(kMirrorTable, index_.shape,
-                           fmt::format("{} row_block={} staged={}", describe(shape_),
-                                       row_block_rows_, index_.shape.staged));
-  }
-
-  void check(const Operands& o) const {
-    const auto need = [](bool ok, const char* what) {
-      require(ok, ErrorKind::kInvalidArgument, [&] { return fmt::format("gemm_a2a: {}", what); });
-    };
-    const std::int32_t mine = rows_of(rank_);
-    need(o.x != nullptr || mine == 0, "x is null");
-    need(o.w != nullptr, "w is null");
-    need(o.out != nullptr || total_rows(shape_) == 0, "out is null");
-    if (shape_.format != Format::kFp8) return;
-    need(o.x_scales != nullptr || mine == 0, "x_scales is null; fp8 needs scales");
-    need(o.w_scales != nullptr, "w_scales is null; fp8 needs scales");
-    require(o.x_scale_stride >= mine && o.x_scale_stride % kUnit == 0, ErrorKind::kInvalidArgument,
-            [&] {
-              return fmt::format(
-                  "gemm_a2a: x_scale_stride is {}; give a multiple of {} of at least the {} rows "
-                  "of x",
-                  o.x_scale_stride, kUnit, mine);
-            });
+    index_ = mirror_index(shape_, row_block_rows_, !direct());
+    layout_ = mirror_layout(shape_, row_block_rows_, !direct());
   }
 
   WaitSite site(int peer, int stage, int region, std::int32_t index) const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "penstock/core/host_device.h"
 #include "penstock/fabric/layout.h"
 #include "penstock/ops/a2a_gemm/layout.h"
 
@@ -41,28 +42,37 @@ struct MirrorIndex {
   MirrorShape shape;
   LayoutOffsets<4> at;
 
-  std::uint64_t send(std::uint32_t slot, int destination, std::uint64_t row) const {
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t send(std::uint32_t slot, int destination,
+                                                    std::uint64_t row) const {
     return at.offset[kMirrorSend] + place(slot, destination, row);
   }
-  std::uint64_t landing(std::uint32_t slot, int source, std::uint64_t row) const {
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t landing(std::uint32_t slot, int source,
+                                                       std::uint64_t row) const {
     return at.offset[kMirrorLanding] + place(slot, source, row);
   }
-  std::uint64_t arrived(std::uint32_t slot, int source, std::uint64_t row_block) const {
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t arrived(std::uint32_t slot, int source,
+                                                       std::uint64_t row_block) const {
     return at.offset[kMirrorArrived] +
            (slot * shape.ranks + static_cast<std::uint64_t>(source)) *
                arrival_stride(shape.row_blocks) +
            row_block * 8;
   }
-  std::uint64_t consumed(std::uint32_t slot, int peer) const {
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t consumed(std::uint32_t slot, int peer) const {
     return at.offset[kMirrorConsumed] +
            (slot * shape.ranks + static_cast<std::uint64_t>(peer)) * kLineBytes;
   }
 
  private:
-  std::uint64_t place(std::uint32_t slot, int rank, std::uint64_t row) const {
+  PENSTOCK_HOST_DEVICE constexpr std::uint64_t place(std::uint32_t slot, int rank,
+                                                     std::uint64_t row) const {
     return ((slot * shape.ranks + static_cast<std::uint64_t>(rank)) * shape.max_rows + row) *
            shape.row_bytes;
   }
 };
+
+// `staged`: results wait in the window for whoever moves them.
+MirrorIndex mirror_index(const Shape& shape, std::int32_t row_block_rows, bool staged);
+// For allocation and digests.
+Layout mirror_layout(const Shape& shape, std::int32_t row_block_rows, bool staged);
 
 }  // namespace penstock::a2a_gemm

@@ -33,6 +33,13 @@ double dot(const Fp8Matrix& w, std::int64_t row, std::int64_t column0, std::span
   const auto& value = e4m3_values();
   const std::int64_t cols = w.data.dim(1);
   const auto* code = w.data.as<std::uint8_t>() + row * cols + column0;
+  if (per_channel(w)) {
+    double sum = 0;
+    for (std::size_t k = 0; k < x.size(); ++k) {
+      sum += static_cast<double>(value[code[k]]) * static_cast<double>(x[k]);
+    }
+    return sum * static_cast<double>(w.scale.as<float>()[row]);
+  }
   const float* scale = w.scale.as<float>() + row / 128 * w.scale.dim(1);
   double sum = 0;
   const auto n = static_cast<std::int64_t>(x.size());
@@ -154,9 +161,10 @@ std::vector<float> ReferenceStages::uk(std::span<const float> q, int rows) const
         const std::size_t row =
             (static_cast<std::size_t>(shape_.rank) * heads + h) * (kNope + kValue) + d;
         const double x = static_cast<double>(q[(s * heads + h) * kQueryHead + d]);
+        const float* scale = w.scale.as<float>() + (per_channel(w) ? row : row / 128 * 4);
         for (std::size_t l = 0; l < kLatent; ++l) {
           sum[l] += x * static_cast<double>(value[w.data.as<std::uint8_t>()[row * kLatent + l]]) *
-                    static_cast<double>(w.scale.as<float>()[row / 128 * 4 + l / 128]);
+                    static_cast<double>(scale[per_channel(w) ? 0 : l / 128]);
         }
       }
       for (const double v : sum) out.push_back(bf16(v));
@@ -323,6 +331,24 @@ void ReferenceStages::select(std::span<const float> score_row, std::vector<int>&
   }
 }
 
+RowRouting ReferenceStages::route(std::span<const float> score_row) const {
+  RowRouting r;
+  std::vector<float> weights;
+  select(score_row, r.experts, weights);
+  r.gap = std::numeric_limits<float>::infinity();
+  if (r.experts.size() == score_row.size()) return r;
+  const float* bias = tensors_->bias.as<float>();
+  const auto value = [&](int e) { return score_row[static_cast<std::size_t>(e)] + bias[e]; };
+  float next = -std::numeric_limits<float>::infinity();
+  for (int e = 0; e < shape_.experts; ++e) {
+    if (std::find(r.experts.begin(), r.experts.end(), e) == r.experts.end()) {
+      next = std::max(next, value(e));
+    }
+  }
+  r.gap = value(r.experts.back()) - next;
+  return r;
+}
+
 std::vector<float> ReferenceStages::mid(std::span<const float> a_row, int expert) const {
   const ExpertTensors w = expert_tensors(shape_, *tensors_, expert);
   const std::vector<float> m = norm(a_row, tensors_->norm_post, shape_.eps);
@@ -359,7 +385,8 @@ std::vector<float> reduce(std::span<const float> residual,
 
 void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
                          const StepInput& step, const HostCache& cache, std::int64_t cache_slots,
-                         std::span<const std::uint16_t> x_in, std::span<std::uint16_t> x_out) {
+                         std::span<const std::uint16_t> x_in, std::span<std::uint16_t> x_out,
+                         std::vector<RowRouting>* routing) {
   const auto rows = static_cast<std::size_t>(shape.rows);
   const auto h = static_cast<std::size_t>(shape.hidden);
   require(x_in.size() == rows * h && x_out.size() == rows * h && step.positions.size() == rows &&
@@ -371,6 +398,15 @@ void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
                 rows, rows * h, rows, rows + 1, x_in.size(), x_out.size(), step.positions.size(),
                 step.slots.size(), step.pick_offsets.size());
           });
+  require(
+      cache.data != nullptr && cache.page_stride >= kPageTokens * kv_row_bytes(cache.format),
+      ErrorKind::kInvalidArgument, [&] {
+        return fmt::format(
+            "decode_layer: a cache at {} whose pages lie {} bytes apart; a page of {} rows takes "
+            "{}",
+            static_cast<const void*>(cache.data), cache.page_stride, kPageTokens,
+            kPageTokens * kv_row_bytes(cache.format));
+      });
   std::vector<ReferenceStages> ranks;
   for (int r = 0; r < shape.ranks; ++r) {
     DecodeShape of_rank = shape;
@@ -427,6 +463,13 @@ void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
   }
   const std::vector<float> a = reduce(x, partials);
   const std::vector<float> scores = ranks[0].scores(a, shape.rows);
+  if (routing != nullptr) {
+    routing->assign(rows, {});
+    for (std::size_t s = 0; s < rows; ++s) {
+      if (step.slots[s] < 0) continue;
+      (*routing)[s] = ranks[0].route(row_of(scores, s, static_cast<std::size_t>(shape.experts)));
+    }
+  }
   partials.clear();
   for (const ReferenceStages& rank : ranks) {
     std::vector<float> y;

@@ -100,14 +100,18 @@ DecodeShape dense_shape(const DecodeShape& moe, int width) {
 }
 
 std::string describe(const DecodeShape& s) {
+  const char* scales =
+      s.attention_scales == AttentionScales::kChannel ? ", attention scaled per channel" : "";
   if (s.dense) {
     return fmt::format(
-        "{} rows, hidden {}, q_lora {}, {} heads, dense of width {} in {} slices, rank {} of {}",
-        s.rows, s.hidden, s.q_lora, s.heads, s.dense_width(), s.experts + 1, s.rank, s.ranks);
+        "{} rows, hidden {}, q_lora {}, {} heads, dense of width {} in {} slices, rank {} of {}{}",
+        s.rows, s.hidden, s.q_lora, s.heads, s.dense_width(), s.experts + 1, s.rank, s.ranks,
+        scales);
   }
   return fmt::format(
-      "{} rows, hidden {}, q_lora {}, {} heads, {} + 1 experts top-{} of width {}, rank {} of {}",
-      s.rows, s.hidden, s.q_lora, s.heads, s.experts, s.top_k, s.intermediate, s.rank, s.ranks);
+      "{} rows, hidden {}, q_lora {}, {} heads, {} + 1 experts top-{} of width {}, rank {} of {}{}",
+      s.rows, s.hidden, s.q_lora, s.heads, s.experts, s.top_k, s.intermediate, s.rank, s.ranks,
+      scales);
 }
 
 }  // namespace penstock::decode

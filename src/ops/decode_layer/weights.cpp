@@ -29,13 +29,25 @@ void check_tensor(const std::string& name, const TensorView& view, DType dtype,
   });
 }
 
-void check_matrix(const std::string& name, const Fp8Matrix& m, std::int64_t rows,
-                  std::int64_t cols) {
+void check_matrix(const std::string& name, const Fp8Matrix& m, std::int64_t rows, std::int64_t cols,
+                  AttentionScales scales = AttentionScales::kBlock) {
   check_tensor(name, m.data, DType::kE4M3, {rows, cols});
+  if (scales == AttentionScales::kChannel) {
+    require(m.scale.data == nullptr || per_channel(m), ErrorKind::kInvalidArgument, [&] {
+      return fmt::format(
+          "decode_layer: the scales of {} are {}, wanted are [{}] or [{}, 1]: the shape says one "
+          "a row (attention_scales kChannel)",
+          name, describe(m.scale), rows, rows);
+    });
+    TensorView flat = m.scale;
+    flat.rank = 1;
+    check_tensor(name + " scale", flat, DType::kF32, {rows});
+    return;
+  }
   require(m.scale.data == nullptr || m.scale.rank == 2, ErrorKind::kUnsupported, [&] {
     return fmt::format(
         "decode_layer: the scales of {} are {}, i.e. not per 128x128 block; per-channel scales are "
-        "not supported by this kernel",
+        "for attention matrices, with attention_scales kChannel in the shape",
         name, describe(m.scale));
   });
   check_tensor(name + " scale", m.scale, DType::kF32, {(rows + 127) / 128, (cols + 127) / 128});
@@ -111,12 +123,13 @@ void validate(const DecodeShape& shape, const LayerTensors& t) {
   validate(shape);
   const std::int64_t h = shape.hidden;
   const std::int64_t inter = shape.intermediate;
-  check_matrix("q_a_proj", t.q_a, shape.q_lora, h);
-  check_matrix("kv_a_proj_with_mqa", t.kv_a, kKvRow, h);
-  check_matrix("q_b_proj", t.q_b, static_cast<std::int64_t>(shape.heads) * kQueryHead,
-               shape.q_lora);
-  check_matrix("kv_b_proj", t.kv_b, static_cast<std::int64_t>(shape.heads) * kHeadRows, kLatent);
-  check_matrix("o_proj", t.o, h, static_cast<std::int64_t>(shape.heads) * kValue);
+  const AttentionScales scales = shape.attention_scales;
+  const auto heads = static_cast<std::int64_t>(shape.heads);
+  check_matrix("q_a_proj", t.q_a, shape.q_lora, h, scales);
+  check_matrix("kv_a_proj_with_mqa", t.kv_a, kKvRow, h, scales);
+  check_matrix("q_b_proj", t.q_b, heads * kQueryHead, shape.q_lora, scales);
+  check_matrix("kv_b_proj", t.kv_b, heads * kHeadRows, kLatent, scales);
+  check_matrix("o_proj", t.o, h, heads * kValue, scales);
   check_tensor("input_layernorm", t.norm_input, DType::kBF16, {h});
   check_tensor("q_a_layernorm", t.norm_q, DType::kBF16, {shape.q_lora});
   check_tensor("kv_a_layernorm", t.norm_kv, DType::kBF16, {kLatent});
@@ -158,6 +171,11 @@ ExpertTensors expert_tensors(const DecodeShape& shape, const LayerTensors& t, in
 
 void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<std::uint8_t> out) {
   validate(shape, t);
+  require(shape.attention_scales == AttentionScales::kBlock, ErrorKind::kUnsupported, [] {
+    return std::string(
+        "decode_layer: the kernel's layout has no place for attention scales per channel; the CPU "
+        "operator takes them");
+  });
   const WeightLayout layout = weight_layout(shape);
   require(static_cast<std::int64_t>(out.size()) == layout.bytes, ErrorKind::kInvalidArgument, [&] {
     return fmt::format("decode_layer: {} bytes given for prepared weights of {} bytes", out.size(),

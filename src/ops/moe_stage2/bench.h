@@ -36,7 +36,7 @@ struct StageBenchOptions {
   int warmup = 3;
   bool graph = false;  // whole calls are captured and replayed
   std::int32_t tiles_per_chunk = 0;
-  std::int32_t copy_ctas = 8;
+  std::int32_t copy_ctas = 0;  // 0: by the shape
   std::uint64_t seed = 2026;
   std::string nccl = "libnccl.so.2";
 };
@@ -64,8 +64,8 @@ struct StageBench {
   bool shared_gpu = false;
 };
 
-// Collective. This rank on `device`. Rounds are interleaved: in each, every variant once, starting
-// with another one each time; ranks start a variant together by a barrier on their devices, behind
+// Collective. This rank on `device`. Rounds are interleaved: in each, every variant once, in a
+// random order of its own; ranks start a variant together by a barrier on their devices, behind
 // a scrub of the L2. Operands are random E4M3 of deviation 100. Throws what the operator throws.
 StageBench gpu_bench_stage2(const TeamHandle& team, int device, const StageBenchOptions& options);
 

@@ -212,6 +212,44 @@ __device__ __forceinline__ uint4 load_shared_v4(std::uint32_t address) {
                : "r"(address));
   return v;
 }
+// Release and acquire order among the threads of the CTA.
+__device__ __forceinline__ void store_release_shared(std::uint32_t address, int value) {
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ int load_acquire_shared(std::uint32_t address) {
+  int value;
+  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_shared_v2(std::uint32_t address, std::uint32_t x,
+                                                std::uint32_t y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ uint2 load_shared_v2(std::uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+// Sixteen bytes, or one; zero without a read where not `wanted`.
+__device__ __forceinline__ uint4 load_shared_v4_if(bool wanted, std::uint32_t address) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "r"(address), "r"(static_cast<int>(wanted)));
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_u8_if(bool wanted, std::uint32_t address) {
+  std::uint32_t v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n"
+      "@p ld.shared.u8 %0, [%1];\n}"
+      : "=&r"(v)
+      : "r"(address), "r"(static_cast<int>(wanted)));
+  return v;
+}
 
 // ---- global memory
 // ---------------------------------------------------------------------------------
@@ -230,27 +268,6 @@ __device__ __forceinline__ void store_global_v4_if(bool wanted, void* address, u
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(wanted))
       : "memory");
 }
-// Sixteen bytes, or one, that are read once; zero without a read where not `wanted`.
-__device__ __forceinline__ uint4 load_global_once_v4_if(bool wanted, const void* address) {
-  uint4 v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted)));
-  return v;
-}
-__device__ __forceinline__ std::uint32_t load_global_once_u8_if(bool wanted, const void* address) {
-  std::uint32_t v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n"
-      "@p ld.global.L1::no_allocate.u8 %0, [%1];\n}"
-      : "=&r"(v)
-      : "l"(address), "r"(static_cast<int>(wanted)));
-  return v;
-}
-
 __device__ __forceinline__ void store_release_system(std::uint32_t* address, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -270,11 +287,14 @@ __device__ __forceinline__ std::uint16_t pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
 }
-// Two E4M3 to f16, exactly.
-__device__ __forceinline__ std::uint32_t unpack_e4m3(std::uint16_t packed) {
-  std::uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(packed));
-  return halves;
+// Four E4M3 to f16, exactly: `word`'s low half to `low`. Both halves in one place, so that no shift
+// comes between: the conversion reads either half of a register.
+__device__ __forceinline__ void unpack_e4m3x4(std::uint32_t& low, std::uint32_t& high,
+                                              std::uint32_t word) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
 }
 
 // Two f16 to f32, exactly.

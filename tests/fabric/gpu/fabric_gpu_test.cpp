@@ -1,16 +1,12 @@
 // The fabric on GPUs: 2, 4 and 8 ranks on one GPU, and one rank a GPU where there are several.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
 #include <cmath>
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -26,6 +22,7 @@
 #include "fabric/cuda/sm_transport.h"
 #include "fabric/cuda/window_backend.h"
 #include "fabric/gpu.h"
+#include "fabric/gpu/exchange_rank.h"
 #include "fabric/gpu/exchange_sm90.h"
 
 namespace penstock {
@@ -35,17 +32,14 @@ using cuda::CopyEngineOptions;
 using cuda::DeviceBuffer;
 using cuda::DeviceCopyEngine;
 using cuda::DeviceRank;
-using test::Exchange;
+using test::ExchangeRank;
 using test::ExchangeResult;
-using test::ExchangeShape;
-
-// Under compute-sanitizer kernels run tens of times slower: PENSTOCK_GPU_TEST_SLOWDOWN stretches
-// deadlines and the bounds on them alike.
-int slowdown() {
-  const char* text = std::getenv("PENSTOCK_GPU_TEST_SLOWDOWN");
-  return text == nullptr ? 1 : std::max(1, std::atoi(text));
-}
-std::chrono::milliseconds stretched(std::chrono::milliseconds time) { return time * slowdown(); }
+using test::expect_exact;
+using test::is_rank_process;
+using test::number_from;
+using test::scaled;
+using test::slowdown;
+using test::stretched;
 
 constexpr std::chrono::seconds kDeadline{4};
 
@@ -75,11 +69,34 @@ class FabricGpuTest : public testing::TestWithParam<Placement> {
       PENSTOCK_CUDA_CHECK(test::load_exchange_kernels());
       PENSTOCK_CUDA_CHECK(cuda::load_packet_kernels());
     }
+    if (!is_rank_process()) return;
+    // Processes start at different speeds; from the first test on they are all there. A test that
+    // fails on one rank may make another number of teams there, so each test has ports of its own.
+    if (test_++ == 0) connect(number_from("MASTER_PORT", 0), std::chrono::seconds(60))->barrier();
+    team_of_test_ = 0;
+  }
+  static TeamHandle connect(int port, std::chrono::nanoseconds deadline) {
+    TeamOptions options;
+    options.rank = number_from("RANK", -1);
+    options.size = number_from("WORLD_SIZE", -1);
+    options.local_rank = options.rank;
+    options.address = "127.0.0.1";
+    options.port = port;
+    options.deadline = deadline;
+    return connect_team(options);
   }
   static int device_of(int rank) { return GetParam().spread ? rank % cuda::device_count() : 0; }
-  // Runs body on one thread a rank; failures inside are reported by gtest, exceptions rethrown.
+  // Runs body on one thread a rank, or as the one rank that this process is; failures inside are
+  // reported by gtest, exceptions rethrown.
   static void run(const std::function<void(const TeamHandle&)>& body,
                   std::chrono::nanoseconds deadline = kDeadline) {
+    if (is_rank_process()) {
+      const int port = number_from("MASTER_PORT", 0) + test_ * kTeamsOfTest + ++team_of_test_;
+      const TeamHandle team = connect(port, deadline * slowdown());
+      const cuda::ScopedDevice scope(device_of(team->rank()));
+      body(team);
+      return;
+    }
     run_local_team(GetParam().ranks,
                    [&](const TeamHandle& team) {
                      const cuda::ScopedDevice scope(device_of(team->rank()));
@@ -87,87 +104,25 @@ class FabricGpuTest : public testing::TestWithParam<Placement> {
                    },
                    {.deadline = deadline * slowdown()});
   }
+
+ private:
+  static constexpr int kTeamsOfTest = 16;  // at the most
+  inline static int test_ = 0;
+  inline static int team_of_test_ = 0;
 };
-
-struct ScopedStream {
-  ScopedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
-  ~ScopedStream() { (void)cudaStreamDestroy(handle); }
-  // Waits without holding the device up for others.
-  void wait() const { PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(handle)); }
-  cudaStream_t handle = nullptr;
-};
-
-// Everything one rank needs for the exchange operator.
-struct ExchangeRank {
-  ExchangeRank(const TeamHandle& team, int device, const ExchangeShape& shape, bool copy_engine,
-               const CopyEngineOptions& options = {})
-      : rank(DeviceRank::create(team, device)),
-        window(Window::create(team,
-                              Layout::from(test::kExchangeTable, shape,
-                                           "ranks=" + std::to_string(shape.ranks) +
-                                               " chunks=" + std::to_string(shape.chunks) +
-                                               " bytes=" + std::to_string(shape.chunk_bytes)),
-                              cuda::device_window_backend(device))),
-        epoch(std::vector<std::uint64_t>{0}),
-        result(std::vector<ExchangeResult>{{}}) {
-    if (copy_engine) engine = std::make_unique<DeviceCopyEngine>(rank, window, options);
-    args.guard = rank->guard_view(11);
-    args.window = rank->window_view(*window);
-    if (engine != nullptr) args.ring = engine->ring_view();
-    args.shape = shape;
-    args.at = test::kExchangeTable.at(shape);
-    args.epoch = epoch.data();
-    args.result = result.data();
-    // A block at the most for each chunk, and one SM's worth each.
-    rank->prepare(stream.handle);
-    blocks = std::clamp(static_cast<int>(2 * shape.ranks * shape.chunks), 2, rank->sms() & ~1);
-    team->barrier();
-  }
-  void launch(std::uint64_t calls) {
-    args.calls = calls;
-    PENSTOCK_CUDA_CHECK(test::launch_exchange(args, blocks, stream.handle));
-    rank->track(stream.handle);
-  }
-  ExchangeResult take_result() {
-    ExchangeResult host;
-    cuda::read_device(&host, result.data(), sizeof(host));
-    const ExchangeResult clear;
-    cuda::write_device(result.data(), &clear, sizeof(clear));
-    return host;
-  }
-  std::uint64_t words(std::uint64_t calls) const {
-    return calls * args.shape.ranks * args.shape.chunks * args.shape.chunk_bytes / 4;
-  }
-
-  std::shared_ptr<DeviceRank> rank;
-  std::shared_ptr<Window> window;
-  std::unique_ptr<DeviceCopyEngine> engine;
-  DeviceBuffer<std::uint64_t> epoch;
-  DeviceBuffer<ExchangeResult> result;
-  ScopedStream stream;
-  Exchange args;
-  int blocks = 2;
-};
-
-void expect_exact(ExchangeRank& x, std::uint64_t calls) {
-  const ExchangeResult result = x.take_result();
-  EXPECT_EQ(result.words_right, x.words(calls));
-  EXPECT_EQ(result.words_wrong, 0U) << "first at byte " << result.first_wrong;
-  EXPECT_EQ(result.stopped, 0U);
-}
 
 TEST_P(FabricGpuTest, CopyEngineDeliversEveryChunkExactly) {
   const auto ranks = static_cast<std::uint64_t>(GetParam().ranks);
   run([&](const TeamHandle& team) {
     ExchangeRank x(team, device_of(team->rank()), {ranks, 3, 20480 + 4}, true);
-    constexpr std::uint64_t kCalls = 60;
-    x.launch(kCalls);
+    const std::uint64_t calls = scaled(60);
+    x.launch(calls);
     x.stream.wait();
     x.engine->quiet();
-    expect_exact(x, kCalls);
+    expect_exact(x, calls);
     const TransportCounters counters = x.engine->counters();
-    EXPECT_EQ(counters.puts, kCalls * ranks * 3);
-    EXPECT_EQ(counters.bytes, kCalls * ranks * 3 * (20480 + 4));
+    EXPECT_EQ(counters.puts, calls * ranks * 3);
+    EXPECT_EQ(counters.bytes, calls * ranks * 3 * (20480 + 4));
     EXPECT_LE(counters.copies, counters.puts);
     team->barrier();
   });
@@ -178,10 +133,10 @@ TEST_P(FabricGpuTest, DirectStoresWithADelayedRank) {
   run([&](const TeamHandle& team) {
     ExchangeRank x(team, device_of(team->rank()), {ranks, 2, 4100}, false);
     if (team->rank() == 1) x.args.delay_ns = 20000;
-    constexpr std::uint64_t kCalls = 500;
-    x.launch(kCalls);
+    const std::uint64_t calls = scaled(500);
+    x.launch(calls);
     x.stream.wait();
-    expect_exact(x, kCalls);
+    expect_exact(x, calls);
     team->barrier();
   });
 }
@@ -191,10 +146,10 @@ TEST_P(FabricGpuTest, CopyEngineWithADelayedRankAndATinyRing) {
   run([&](const TeamHandle& team) {
     ExchangeRank x(team, device_of(team->rank()), {ranks, 4, 1024}, true, {.ring_slots = 2});
     if (team->rank() == 0) x.args.delay_ns = 30000;
-    constexpr std::uint64_t kCalls = 100;
-    x.launch(kCalls);
+    const std::uint64_t calls = scaled(100);
+    x.launch(calls);
     x.stream.wait();
-    expect_exact(x, kCalls);
+    expect_exact(x, calls);
     team->barrier();
   });
 }
@@ -228,13 +183,13 @@ TEST_P(FabricGpuTest, GraphReplaysMoveNewData) {
     PENSTOCK_CUDA_CHECK(cudaGraphUpload(exec, x.stream.handle));
     x.stream.wait();
     team->barrier();
-    constexpr std::uint64_t kReplays = 20;
-    for (std::uint64_t i = 0; i < kReplays; ++i) {
+    const std::uint64_t replays = scaled(20);
+    for (std::uint64_t i = 0; i < replays; ++i) {
       PENSTOCK_CUDA_CHECK(cudaGraphLaunch(exec, x.stream.handle));
       x.rank->track(x.stream.handle);
     }
     x.stream.wait();
-    expect_exact(x, 3 * kReplays);
+    expect_exact(x, 3 * replays);
     (void)cudaGraphExecDestroy(exec);
     (void)cudaGraphDestroy(graph);
     team->barrier();
@@ -250,12 +205,13 @@ TEST_P(FabricGpuTest, TwoOperatorsInFlightShareTheProxy) {
     a.blocks = std::min(a.blocks, (a.rank->sms() / 2) & ~1);
     b.blocks = std::min(b.blocks, (b.rank->sms() / 2) & ~1);
     b.args.shift = 3;
-    a.launch(80);
-    b.launch(40);
+    const std::uint64_t calls = scaled(40);
+    a.launch(2 * calls);
+    b.launch(calls);
     a.stream.wait();
     b.stream.wait();
-    expect_exact(a, 80);
-    expect_exact(b, 40);
+    expect_exact(a, 2 * calls);
+    expect_exact(b, calls);
     team->barrier();
   });
 }
@@ -299,9 +255,9 @@ TEST_P(FabricGpuTest, MissingRankFaultsEveryRankThenRearmIsExact) {
         cuda::write_device(x.window->region(team->rank(), test::kConsumed), consumed.data(),
                            consumed.size() * 8);
         team->barrier();
-        x.launch(20);
+        x.launch(scaled(20));
         x.stream.wait();
-        expect_exact(x, 20);
+        expect_exact(x, scaled(20));
         team->barrier();
       },
       std::chrono::milliseconds(500));
@@ -324,7 +280,7 @@ TEST_P(FabricGpuTest, FullRingIsReportedNotWaitedForEver) {
         ring.signal_cells = words.data() + 4;
         ring.capacity = 4;
         DeviceBuffer<std::uint32_t> status(std::vector<std::uint32_t>{9});
-        const ScopedStream stream;
+        const cuda::OwnedStream stream;
         rank->prepare(stream.handle);
         team->barrier();
         if (team->rank() == 0) {
@@ -359,7 +315,7 @@ TEST_P(FabricGpuTest, HostRaiseEndsDeviceWaits) {
     const auto rank = DeviceRank::create(team, device_of(team->rank()));
     DeviceBuffer<std::uint64_t> word(std::vector<std::uint64_t>{0});
     DeviceBuffer<std::uint32_t> status(std::vector<std::uint32_t>{9});
-    const ScopedStream stream;
+    const cuda::OwnedStream stream;
     team->barrier();
     PENSTOCK_CUDA_CHECK(
         test::launch_wait(rank->guard_view(6), word.data(), 1, 0, status.data(), stream.handle));
@@ -404,7 +360,7 @@ void raise_from(const TeamHandle& team, int rank) {
   }
   const auto start = std::chrono::steady_clock::now();
   while (!team->faulted()) {
-    ASSERT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    ASSERT_LT(std::chrono::steady_clock::now() - start, stretched(std::chrono::milliseconds(2000)));
     std::this_thread::yield();
   }
 }
@@ -416,9 +372,9 @@ TEST_P(FabricGpuTest, WaitsAfterARearmAreNotEndedByTheOldFault) {
     const auto rank = DeviceRank::create(team, device_of(team->rank()));
     DeviceBuffer<std::uint64_t> word(std::vector<std::uint64_t>{0});
     DeviceBuffer<std::uint32_t> status(std::vector<std::uint32_t>{9});
-    const ScopedStream stream;
+    const cuda::OwnedStream stream;
     rank->prepare(stream.handle);
-    for (std::uint64_t round = 1; round <= 40; ++round) {
+    for (std::uint64_t round = 1; round <= scaled(40); ++round) {
       team->barrier();
       raise_from(team, static_cast<int>(round) % team->size());
       team->rearm();
@@ -676,7 +632,7 @@ struct PacketRank {
   DeviceBuffer<std::uint64_t> words;
   DeviceBuffer<std::uint32_t> status;
   cuda::PacketCalls args;
-  ScopedStream stream;
+  cuda::OwnedStream stream;
 };
 
 std::uint16_t to_bf16(float x) {
@@ -699,6 +655,8 @@ std::vector<std::uint16_t> random_bf16(std::size_t count, std::uint32_t seed) {
 
 void check_packets(const TeamHandle& team, PacketRank& x, std::uint64_t count, std::uint64_t inputs,
                    std::uint64_t calls, bool two_shot, std::uint32_t seed, int blocks) {
+  calls = scaled(calls);
+  inputs = std::min(inputs, calls);
   const std::size_t elements = count * 6;
   std::vector<std::vector<std::uint16_t>> all;
   for (int r = 0; r < team->size(); ++r) {
@@ -755,8 +713,9 @@ TEST_P(FabricGpuTest, PacketAllReduceSumsInRankOrder) {
 TEST_P(FabricGpuTest, PacketTagsWrapAndSweep) {
   // Across the tag's period and across a sweep of the mailboxes, one-shot and two-shot, with one
   // rank late.
-  for (const std::uint64_t start :
-       {kTagPeriod - 20, 3 * kTagPeriod - 21, kSweepPeriod - 15, 4 * kSweepPeriod - 15}) {
+  const std::uint64_t half = scaled(40) / 2;
+  for (const std::uint64_t start : {kTagPeriod - half, 3 * kTagPeriod - half - 1,
+                                    kSweepPeriod - half, 4 * kSweepPeriod - half}) {
     run([&](const TeamHandle& team) {
       PacketRank x(team, device_of(team->rank()), 2048);
       cuda::write_device(x.words.data(), &start, sizeof(start));
@@ -824,90 +783,6 @@ INSTANTIATE_TEST_SUITE_P(Placements, FabricGpuTest,
                                          Placement{8, true}),
                          name_of);
 
-// ---- processes --------------------------------------------------------------------------------
-
-// One rank of a team of processes: does nothing unless a test below started it and said which part
-// to play.
-TEST(FabricGpuProcessRank, PlaysItsPart) {
-  const char* role = std::getenv("PENSTOCK_GPU_TEST_ROLE");
-  if (role == nullptr) GTEST_SKIP() << "started by FabricGpuProcessTest only";
-  TeamOptions options;
-  options.deadline = std::chrono::seconds(20);
-  const TeamHandle team = connect_team(options);
-  const int device = team->rank() % cuda::device_count();
-  const cuda::ScopedDevice scope(device);
-  PENSTOCK_CUDA_CHECK(test::load_exchange_kernels());
-  ExchangeRank x(team, device, {static_cast<std::uint64_t>(team->size()), 2, 8192}, true);
-  // Few calls: processes that share a GPU take turns on it, and each turn is milliseconds long.
-  x.launch(8);
-  x.stream.wait();
-  expect_exact(x, 8);
-  team->barrier();
-  if (std::string(role) == "survive") {
-    if (team->rank() == 1) (void)std::raise(SIGKILL);
-    const auto start = std::chrono::steady_clock::now();
-    x.launch(1000);
-    x.stream.wait();
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-    EXPECT_GT(x.take_result().stopped, 0U);
-    ASSERT_TRUE(team->faulted());
-    EXPECT_EQ(team->fault()->peer, 1) << describe(*team->fault());
-    EXPECT_EQ(team->fault()->cause, static_cast<std::uint32_t>(FaultCause::kPeerDead));
-    return;
-  }
-  team->barrier();
-}
-
-// Starts this binary once a rank and returns how each ended (waitpid's status).
-std::vector<int> run_processes(int ranks, const char* role, int port) {
-  std::vector<pid_t> children;
-  for (int r = 0; r < ranks; ++r) {
-    const pid_t child = fork();
-    if (child == 0) {
-      setenv("PENSTOCK_GPU_TEST_ROLE", role, 1);
-      setenv("RANK", std::to_string(r).c_str(), 1);
-      setenv("LOCAL_RANK", std::to_string(r).c_str(), 1);
-      setenv("WORLD_SIZE", std::to_string(ranks).c_str(), 1);
-      setenv("MASTER_ADDR", "127.0.0.1", 1);
-      setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
-      execl("/proc/self/exe", "fabric_gpu_test", "--gtest_filter=FabricGpuProcessRank.PlaysItsPart",
-            nullptr);
-      _exit(127);
-    }
-    children.push_back(child);
-  }
-  std::vector<int> ends(children.size(), -1);
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (std::size_t r = 0; r < children.size(); ++r) {
-    while (waitpid(children[r], &ends[r], WNOHANG) == 0) {
-      if (std::chrono::steady_clock::now() > give_up) (void)kill(children[r], SIGKILL);
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-  }
-  return ends;
-}
-
-class FabricGpuProcessCountTest : public testing::TestWithParam<int> {};
-// Ranks beyond the GPUs there are share one.
-TEST_P(FabricGpuProcessCountTest, ProcessesShareWindowsByDescriptor) {
-  const auto start = std::chrono::steady_clock::now();
-  for (const int status : run_processes(GetParam(), "exchange", 29611 + GetParam())) {
-    EXPECT_EQ(status, 0);
-  }
-  RecordProperty(
-      "seconds",
-      std::to_string(
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
-}
-INSTANTIATE_TEST_SUITE_P(Counts, FabricGpuProcessCountTest, testing::Values(2, 4, 8),
-                         testing::PrintToStringParamName());
-
-TEST(FabricGpuProcessTest, KilledProcessEndsTheSurvivorsKernel) {
-  const std::vector<int> ends = run_processes(2, "survive", 29630);
-  EXPECT_EQ(ends[0], 0);
-  EXPECT_TRUE(WIFSIGNALED(ends[1]) && WTERMSIG(ends[1]) == SIGKILL);
-}
-
 TEST(FabricGpuLifeTest, TwoHundredTeamsLeakNoMemory) {
   ASSERT_GT(cuda::device_count(), 0) << cuda::unavailable_reason();
   const auto cycle = [] {
@@ -923,7 +798,7 @@ TEST(FabricGpuLifeTest, TwoHundredTeamsLeakNoMemory) {
   std::size_t after = 0;
   std::size_t total = 0;
   PENSTOCK_CUDA_CHECK(cudaMemGetInfo(&before, &total));
-  for (int i = 0; i < 200; ++i) cycle();
+  for (std::uint64_t i = 0; i < scaled(200); ++i) cycle();
   PENSTOCK_CUDA_CHECK(cudaMemGetInfo(&after, &total));
   EXPECT_LE(before - std::min(before, after), 8U << 20);
 }

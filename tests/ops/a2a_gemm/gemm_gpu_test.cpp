@@ -331,6 +331,76 @@ TEST(GatedGemmGate, ADeadlineEndsTheKernelWithARecord) {
   EXPECT_EQ(device.consumed(2), 0u);
 }
 
+// In arrival order every tile takes its own chunk first, then the others as they came; sums that
+// are exact in any order come out exact, on any number of CTAs.
+TEST(GatedGemmArrival, TilesTakeChunksAsTheyCome) {
+  for (const Format format : {kB, kF}) {
+    for (const int ctas : {132, 6, 2}) {
+      World world(even_shape(5, 528, 256, 784, format), Data::kSmallIntegers, 71);
+      Device device(world, 1);
+      device.gate();
+      device.args.order = ChunkOrder::kArrival;
+      const TileGrid grid = tile_grid(528, 784, device.args.band);
+      const auto words = static_cast<std::size_t>(trace_words(5));
+      const auto tiles = static_cast<std::size_t>(grid.tiles());
+      DeviceBuffer<std::uint64_t> stamps(tiles * words + 5 * 3);
+      stamps.fill(0xff);
+      device.args.trace = {stamps.data(), stamps.data() + tiles * words};
+      device.launch(ctas);
+      const std::vector<int> order{4, 0, 3, 2};  // rotation would be 2, 3, 4, 0
+      for (const int source : order) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        for (int b = 0; b < device.args.row_blocks; ++b) {
+          device.deliver(source, b, device.side.handle);
+        }
+      }
+      expect_exact(device.result(), world.expected(1), world.shape());
+      EXPECT_EQ(device.consumed(4), 1u);
+      // The first tile of each cluster has been waiting for every chunk.
+      const std::vector<std::uint64_t> noted = stamps.download();
+      for (int tile = 0; tile < std::min(grid.tiles(), ctas / 2); ++tile) {
+        const std::uint64_t* at = noted.data() + static_cast<std::size_t>(tile) * words;
+        EXPECT_EQ(at[0] & kTraceSourceMask, 1u);
+        for (std::size_t i = 0; i < order.size(); ++i) {
+          EXPECT_EQ(at[2 * (i + 1)] & kTraceSourceMask, static_cast<std::uint64_t>(order[i]))
+              << "tile " << tile << ", chunk " << i + 1;
+          EXPECT_GE(at[2 * (i + 1) + 1], at[2 * i + 1]);
+        }
+      }
+    }
+  }
+}
+
+// More tiles a cluster than the kernel keeps orders for.
+TEST(GatedGemmArrival, ManyTilesOnOneCluster) {
+  World world(even_shape(2, 2320, 64, 4112, kB), Data::kSmallIntegers, 73);
+  Device device(world, 0);
+  device.gate();
+  device.args.order = ChunkOrder::kArrival;
+  device.deliver_all();
+  device.launch(2);
+  expect_exact(device.result(), world.expected(0), world.shape());
+}
+
+TEST(GatedGemmArrival, ADeadlineEndsTheKernelWithARecord) {
+  World world(even_shape(3, 272, 64, 256, kF), Data::kRandom, 51);
+  Device device(world, 0);
+  device.gate();
+  device.args.order = ChunkOrder::kArrival;
+  device.args.guard.deadline_ns = 30'000'000;
+  device.deliver(2, 0, device.side.handle);
+  device.deliver(2, 1, device.side.handle);
+  device.deliver(1, 0, device.side.handle);  // block 1 of source 1 is missing
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(device.side.handle));
+  device.launch(132);
+  PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(device.main.handle));
+  EXPECT_EQ(device.record().valid, 1u);
+  EXPECT_EQ(device.record().peer, 1);
+  EXPECT_EQ(device.record().index, 1 * 2 + 1);
+  EXPECT_EQ(device.consumed(1), 0u);
+  EXPECT_EQ(device.consumed(2), 0u);
+}
+
 TEST(GatedGemmDeterminism, SameBitsOnAnyNumberOfCtasAndBands) {
   for (const Format format : {kB, kF}) {
     World world(even_shape(3, 1040, 256, 1296, format), Data::kRandom, 61);

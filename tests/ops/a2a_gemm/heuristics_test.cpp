@@ -74,5 +74,27 @@ TEST(HeuristicsTest, SlowLinksMakeTheExchangeTheFloor) {
   EXPECT_LT(c.fused_us, c.unfused_us);
 }
 
+// Where fusing was measured not to pay `auto` leaves it, whatever is predicted; what was measured
+// on a shared GPU says nothing about ranks with a GPU of their own.
+TEST(HeuristicsTest, MeasuredSizesWhereFusingDoesNotPayAreLeftUnfused) {
+  Machine shared;
+  shared.sms = 64;
+  shared.shared_gpu = true;
+  const Shape narrow = even_shape(2, 4096, 1024, 2048, Format::kBf16);
+  EXPECT_LT(measured_gain(narrow, shared), 1.0);
+  EXPECT_GT(measured_gain(narrow, shared), 0.9);
+  EXPECT_FALSE(choose(narrow, 0, shared).fuse);
+  EXPECT_EQ(measured_gain(narrow, {}), 0.0);
+  EXPECT_TRUE(choose(narrow, 0).fuse);
+  // Near a point, and of another format.
+  EXPECT_FALSE(choose(even_shape(2, 4800, 1024, 2048, Format::kBf16), 0, shared).fuse);
+  EXPECT_FALSE(choose(even_shape(2, 4096, 1024, 2048, Format::kFp8), 0, shared).fuse);
+  // Where it pays, and where nothing was measured.
+  EXPECT_TRUE(choose(even_shape(2, 4096, 4096, 8192, Format::kBf16), 1, shared).fuse);
+  EXPECT_EQ(measured_gain(even_shape(3, 4096, 1024, 2048, Format::kBf16), shared), 0.0);
+  EXPECT_EQ(measured_gain(even_shape(2, 4096, 1024, 512, Format::kBf16), shared), 0.0);
+  EXPECT_TRUE(choose(even_shape(3, 4096, 1024, 2048, Format::kBf16), 0, shared).fuse);
+}
+
 }  // namespace
 }  // namespace penstock::a2a_gemm

@@ -4,6 +4,7 @@
 #include <rapidcheck/gtest.h>
 
 #include <set>
+#include <tuple>
 
 namespace penstock::a2a_gemm {
 namespace {
@@ -69,6 +70,43 @@ RC_GTEST_PROP(PlanTest, EveryTileIsTakenOnceAndBandsInOrder, ()) {
     last_band = place.cluster_row / band;
   }
   RC_ASSERT(static_cast<std::int32_t>(seen.size()) == grid.tiles());
+}
+
+RC_GTEST_PROP(PlanTest, EveryTileOfTheMirrorIsTakenOnceAndPiecesInOrder, ()) {
+  const std::int32_t ranks = *rc::gen::inRange(1, kMaxRanks + 1);
+  const std::int32_t rank = *rc::gen::inRange(0, ranks);
+  const std::int32_t rows = *rc::gen::inRange(1, 6000);
+  const std::int32_t columns = *rc::gen::inRange(1, 2000);
+  const std::int32_t block_rows = kClusterRows * *rc::gen::inRange(1, 6);
+  const MirrorGrid grid =
+      mirror_grid(ranks, rank, rows, columns, block_rows, *rc::gen::inRange(1, 10));
+  std::set<std::tuple<int, int, int>> seen;
+  std::vector<std::int32_t> tiles(static_cast<std::size_t>(grid.pieces()), 0);
+  std::int32_t last = 0;
+  bool own = false;
+  for (std::int32_t i = 0; i < grid.tiles(); ++i) {
+    const MirrorPlace place = mirror_place(grid, i);
+    RC_ASSERT(place.cluster_row >= 0 && place.cluster_row < grid.part.cluster_rows);
+    RC_ASSERT(place.column >= 0 && place.column < grid.part.columns);
+    RC_ASSERT(seen.insert({place.destination, place.cluster_row, place.column}).second);
+    RC_ASSERT((place.piece < 0) == (place.destination == rank));
+    RC_ASSERT(!own || place.piece < 0);  // the own part last of all
+    own = place.piece < 0;
+    if (own) continue;
+    RC_ASSERT(place.piece >= last && place.piece <= last + 1);
+    last = place.piece;
+    ++tiles[static_cast<std::size_t>(place.piece)];
+    const Piece piece = mirror_piece(grid, rows, place.piece);
+    RC_ASSERT(piece.peer == place.destination);
+    RC_ASSERT(place.cluster_row * kClusterRows >= piece.row &&
+              place.cluster_row * kClusterRows < piece.row + piece.rows);
+  }
+  std::int32_t sent = 0;
+  for (std::int32_t i = 0; i < grid.pieces(); ++i) {
+    RC_ASSERT(tiles[static_cast<std::size_t>(i)] == grid.piece_tiles(i));
+    sent += mirror_piece(grid, rows, i).rows;
+  }
+  RC_ASSERT(sent == (ranks - 1) * rows);
 }
 
 TEST(PlanTest, NoRowsNoTiles) { EXPECT_EQ(tile_grid(0, 4096, 4).tiles(), 0); }

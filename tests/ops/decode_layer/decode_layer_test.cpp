@@ -231,6 +231,198 @@ TEST(DecodeWeights, RefusesWrongTensorsWithTheReason) {
             std::string::npos);
 }
 
+// Every tensor of MoE and dense layers: missing, of another type, of another shape in any
+// dimension.
+TEST(DecodeWeights, EveryTensorIsCheckedByName) {
+  for (const bool dense : {false, true}) {
+    const DecodeShape s = dense ? dense_shape(tiny_shape(), 512) : tiny_shape();
+    const RandomLayer layer(s, 8);
+    LayerTensors t = layer.tensors;
+    std::vector<std::pair<std::string, TensorView*>> views = {
+        {"input_layernorm", &t.norm_input},
+        {"q_a_layernorm", &t.norm_q},
+        {"kv_a_layernorm", &t.norm_kv},
+        {"post_attention_layernorm", &t.norm_post}};
+    std::vector<std::pair<std::string, Fp8Matrix*>> matrices = {{"q_a_proj", &t.q_a},
+                                                                {"kv_a_proj_with_mqa", &t.kv_a},
+                                                                {"q_b_proj", &t.q_b},
+                                                                {"kv_b_proj", &t.kv_b},
+                                                                {"o_proj", &t.o}};
+    if (dense) {
+      matrices.insert(matrices.end(), {{"mlp.gate_proj", &t.dense_gate},
+                                       {"mlp.up_proj", &t.dense_up},
+                                       {"mlp.down_proj", &t.dense_down}});
+    } else {
+      views.insert(views.end(), {{"mlp.gate", &t.router}, {"e_score_correction_bias", &t.bias}});
+      matrices.insert(matrices.end(), {{"experts.7.gate_proj", &t.gate[7]},
+                                       {"experts.15.up_proj", &t.up[15]},
+                                       {"experts.0.down_proj", &t.down[0]},
+                                       {"shared_experts.gate_proj", &t.shared_gate},
+                                       {"shared_experts.up_proj", &t.shared_up},
+                                       {"shared_experts.down_proj", &t.shared_down}});
+    }
+    for (const auto& [name, matrix] : matrices) {
+      views.emplace_back(name, &matrix->data);
+      views.emplace_back(name + " scale", &matrix->scale);
+    }
+    for (const auto& [name, view] : views) {
+      const TensorView good = *view;
+      const auto refused = [&, &name = name, &view = view](const std::string& word) {
+        const std::string message = message_of([&] { validate(s, t); });
+        EXPECT_NE(message.find("tensor " + name + " "), std::string::npos)
+            << name << ": " << message;
+        EXPECT_NE(message.find(word), std::string::npos) << name << ": " << message;
+        *view = good;
+      };
+      view->data = nullptr;
+      refused("missing");
+      view->dtype = DType::kF16;
+      refused("F16");
+      for (int i = 0; i < good.rank; ++i) {
+        view->shape[static_cast<std::size_t>(i)] += 1;
+        refused("wanted");
+      }
+    }
+    validate(s, t);
+  }
+}
+
+TEST(DecodeWeights, ScalesPerChannelAreForAttentionThatSaysSo) {
+  DecodeShape s = tiny_shape();
+  const RandomLayer blocks(s, 8);
+  const RandomLayer channels(s, 8, 5, true);
+  validate(s, blocks.tensors);
+  EXPECT_NE(message_of([&] { validate(s, channels.tensors); }).find("attention_scales"),
+            std::string::npos);
+  s.attention_scales = AttentionScales::kChannel;
+  validate(s, channels.tensors);
+  EXPECT_NE(message_of([&] { validate(s, blocks.tensors); }).find("q_a_proj"), std::string::npos);
+  LayerTensors t = channels.tensors;
+  t.o.scale.rank = 2;  // [rows, 1] is the same
+  t.o.scale.shape[1] = 1;
+  validate(s, t);
+  t.o.scale.shape[0] -= 1;
+  EXPECT_NE(message_of([&] { validate(s, t); }).find("scales of o_proj"), std::string::npos);
+  t = channels.tensors;
+  t.kv_b.scale.dtype = DType::kBF16;
+  EXPECT_NE(message_of([&] { validate(s, t); }).find("kv_b_proj scale"), std::string::npos);
+  // Experts stay per block.
+  t = channels.tensors;
+  t.shared_up.scale.rank = 1;
+  t.shared_up.scale.shape[0] = s.intermediate;
+  EXPECT_NE(message_of([&] { validate(s, t); }).find("shared_experts.up_proj"), std::string::npos);
+}
+
+// The same weights, written once with a scale a block and once with a scale a row.
+TEST(DecodeReference, ScalesPerChannelMeanWhatScalesPerBlockMean) {
+  DecodeShape s = tiny_shape();
+  s.rows = 2;
+  const RandomLayer layer(s, 19);
+  LayerTensors blocks = layer.tensors;
+  LayerTensors channels = layer.tensors;
+  std::vector<std::vector<float>> kept;
+  kept.reserve(10);
+  for (const auto& matrix : {&LayerTensors::q_a, &LayerTensors::kv_a, &LayerTensors::q_b,
+                             &LayerTensors::kv_b, &LayerTensors::o}) {
+    const Fp8Matrix& m = layer.tensors.*matrix;
+    const std::int64_t rows = m.data.dim(0);
+    const std::int64_t width = m.scale.dim(1);
+    // One scale for a row of blocks.
+    std::vector<float>& block = kept.emplace_back();
+    std::vector<float>& row = kept.emplace_back();
+    for (std::int64_t i = 0; i < m.scale.elements(); ++i) {
+      block.push_back(m.scale.as<float>()[i / width * width]);
+    }
+    for (std::int64_t r = 0; r < rows; ++r) {
+      row.push_back(block[static_cast<std::size_t>(r / 128 * width)]);
+    }
+    (blocks.*matrix).scale.data = block.data();
+    TensorView& scale = (channels.*matrix).scale;
+    scale.data = row.data();
+    scale.rank = 1;
+    scale.shape = {rows};
+  }
+  const RandomCache cache(KvFormat::kBf16, 8, 13);
+  const RandomStep step(s, cache.slots(), {100, 33}, 14);
+  std::vector<std::uint16_t> out[2] = {std::vector<std::uint16_t>(step.x.size()),
+                                       std::vector<std::uint16_t>(step.x.size())};
+  for (const int i : {0, 1}) {
+    s.attention_scales = i == 0 ? AttentionScales::kBlock : AttentionScales::kChannel;
+    RandomCache own = cache;
+    run_reference_layer(s, i == 0 ? blocks : channels, step.input(), own.host(), own.slots(),
+                        step.x, out[i]);
+  }
+  EXPECT_EQ(out[0], out[1]);
+  // A scale of one row of W_UK, which is an input there, shows in the result.
+  kept[7][5] *= 4.0F;
+  RandomCache own = cache;
+  run_reference_layer(s, channels, step.input(), own.host(), own.slots(), step.x, out[0]);
+  EXPECT_NE(out[0], out[1]);
+}
+
+TEST(DecodeReference, RefusalsNameTheValue) {
+  DecodeShape s = tiny_shape();
+  s.rows = 2;
+  const RandomLayer layer(s, 20);
+  RandomCache cache(KvFormat::kBf16, 8, 13);
+  const RandomStep good(s, cache.slots(), {10, 33}, 14);
+  std::vector<std::uint16_t> out(good.x.size());
+  const auto refusal = [&](const RandomStep& step, const HostCache& at) {
+    return message_of([&] {
+      run_reference_layer(s, layer.tensors, step.input(), at, cache.slots(), step.x, out);
+    });
+  };
+  EXPECT_EQ(refusal(good, cache.host()), "");
+  RandomStep bad = good;
+  bad.x.pop_back();
+  EXPECT_NE(refusal(bad, cache.host()).find("511"), std::string::npos);
+  bad = good;
+  bad.positions[1] = -5;
+  EXPECT_NE(refusal(bad, cache.host()).find("position -5"), std::string::npos);
+  bad = good;
+  bad.slots[0] = 512;
+  EXPECT_NE(refusal(bad, cache.host()).find("slot 512 of 512"), std::string::npos);
+  bad = good;
+  bad.picks[12] = 512;
+  EXPECT_NE(refusal(bad, cache.host()).find("row 1 picks slot 512"), std::string::npos);
+  bad = good;
+  bad.pick_offsets[2] = 99;
+  EXPECT_NE(refusal(bad, cache.host()).find("picks 10 to 99 of 43"), std::string::npos);
+  bad = good;
+  bad.picks.assign(5000, 3);
+  bad.pick_offsets = {0, 1, 2050};
+  EXPECT_NE(refusal(bad, cache.host()).find("at most 2048"), std::string::npos);
+  HostCache overlapping = cache.host();
+  overlapping.page_stride = 64 * 1152 - 2;
+  EXPECT_NE(refusal(good, overlapping).find("73726 bytes apart"), std::string::npos);
+  EXPECT_NE(refusal(good, HostCache{}).find("a page of 64 rows"), std::string::npos);
+}
+
+TEST(DecodeReference, RoutingTellsTheChoiceAndItsGap) {
+  DecodeShape s = tiny_shape();
+  s.rows = 3;
+  RandomLayer layer(s, 20);
+  const RandomCache cache(KvFormat::kBf16, 8, 13);
+  const RandomStep step(s, cache.slots(), {10, -1, 33}, 14);
+  const auto run = [&] {
+    RandomCache own = cache;
+    std::vector<std::uint16_t> out(step.x.size());
+    std::vector<RowRouting> routing;
+    run_reference_layer(s, layer.tensors, step.input(), own.host(), own.slots(), step.x, out,
+                        &routing);
+    return routing;
+  };
+  std::vector<RowRouting> routing = run();
+  ASSERT_EQ(routing.size(), 3U);
+  EXPECT_EQ(routing[0].experts.size(), 4U);
+  EXPECT_TRUE(routing[1].experts.empty());
+  EXPECT_GT(routing[2].gap, 0.0F);
+  layer.tie_all();
+  routing = run();
+  EXPECT_EQ(routing[2].experts, (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(routing[2].gap, 0.0F);
+}
+
 TEST(DecodeReference, RowsDoNotDependOnEachOtherOrOnPadding) {
   DecodeShape s = tiny_shape();
   s.rows = 3;

@@ -22,17 +22,19 @@ inline float bf16_value(std::uint16_t bits) { return Bf16::from_bits(bits).to_fl
 // Weights whose products keep a unit variance, with block scales that differ from block to block.
 class RandomLayer {
  public:
-  // Experts share `pool` distinct sets of matrices: enough to notice a wrong expert.
-  RandomLayer(const DecodeShape& s, std::uint32_t seed, int pool = 5) : random_(seed) {
+  // Experts share `pool` distinct sets of matrices: enough to notice a wrong expert. `channels`:
+  // attention has one scale a row instead of one a block.
+  RandomLayer(const DecodeShape& s, std::uint32_t seed, int pool = 5, bool channels = false)
+      : random_(seed) {
     codes_.resize(1 << 16);
     std::normal_distribution<float> normal(0.0F, 60.0F);
     for (auto& c : codes_) c = E4M3::from_float(normal(random_)).bits;
     LayerTensors& t = tensors;
-    t.q_a = matrix(s.q_lora, s.hidden);
-    t.kv_a = matrix(kKvRow, s.hidden);
-    t.q_b = matrix(s.heads * kQueryHead, s.q_lora);
-    t.kv_b = matrix(s.heads * (kNope + kValue), kLatent);
-    t.o = matrix(s.hidden, s.heads * kValue);
+    t.q_a = matrix(s.q_lora, s.hidden, channels);
+    t.kv_a = matrix(kKvRow, s.hidden, channels);
+    t.q_b = matrix(s.heads * kQueryHead, s.q_lora, channels);
+    t.kv_b = matrix(s.heads * (kNope + kValue), kLatent, channels);
+    t.o = matrix(s.hidden, s.heads * kValue, channels);
     t.norm_input = gain(s.hidden);
     t.norm_q = gain(s.q_lora);
     t.norm_kv = gain(kLatent);
@@ -69,6 +71,25 @@ class RandomLayer {
     t.shared_down = matrix(s.hidden, s.intermediate);
   }
 
+  // Experts 2 i and 2 i + 1 get one router row and one bias: exact ties, which go to the lower
+  // index.
+  void tie_pairs() {
+    auto* router = const_cast<std::uint16_t*>(tensors.router.as<std::uint16_t>());
+    auto* bias = const_cast<float*>(tensors.bias.as<float>());
+    const std::int64_t experts = tensors.router.dim(0);
+    const std::int64_t hidden = tensors.router.dim(1);
+    for (std::int64_t e = 1; e < experts; e += 2) {
+      std::copy_n(router + (e - 1) * hidden, hidden, router + e * hidden);
+      bias[e] = bias[e - 1];
+    }
+  }
+  // All experts score 1/2 and have a bias of 34.
+  void tie_all() {
+    auto* router = const_cast<std::uint16_t*>(tensors.router.as<std::uint16_t>());
+    std::fill_n(router, tensors.router.elements(), std::uint16_t{0});
+    std::fill_n(const_cast<float*>(tensors.bias.as<float>()), tensors.bias.elements(), 34.0F);
+  }
+
   LayerTensors tensors;
 
  private:
@@ -83,17 +104,18 @@ class RandomLayer {
     std::copy(shape.begin(), shape.end(), view.shape.begin());
     return view;
   }
-  Fp8Matrix matrix(std::int64_t rows, std::int64_t cols) {
+  Fp8Matrix matrix(std::int64_t rows, std::int64_t cols, bool channels = false) {
     auto data = std::make_shared<std::vector<std::uint8_t>>(static_cast<std::size_t>(rows * cols));
     for (auto& c : *data) c = codes_[random_() & 0xFFFFU];
     auto scale = std::make_shared<std::vector<float>>();
     std::uniform_real_distribution<float> spread(0.5F, 1.5F);
-    const std::int64_t blocks = (rows + 127) / 128 * ((cols + 127) / 128);
+    const std::int64_t blocks = channels ? rows : (rows + 127) / 128 * ((cols + 127) / 128);
     for (std::int64_t i = 0; i < blocks; ++i) {
       scale->push_back(spread(random_) / (60.0F * std::sqrt(static_cast<float>(cols))));
     }
-    return {keep(data, DType::kE4M3, {rows, cols}),
-            keep(scale, DType::kF32, {(rows + 127) / 128, (cols + 127) / 128})};
+    const TensorView codes = keep(data, DType::kE4M3, {rows, cols});
+    if (channels) return {codes, keep(scale, DType::kF32, {rows})};
+    return {codes, keep(scale, DType::kF32, {(rows + 127) / 128, (cols + 127) / 128})};
   }
   TensorView gain(std::int64_t n) {
     auto data = std::make_shared<std::vector<std::uint16_t>>();
@@ -110,12 +132,14 @@ class RandomLayer {
 // A paged cache with gaps between pages, filled with rows of unit variance.
 class RandomCache {
  public:
-  RandomCache(KvFormat format, int pages, std::uint32_t seed)
+  // The first `distinct` pages (0: all) differ; later ones repeat them in turn.
+  RandomCache(KvFormat format, int pages, std::uint32_t seed, int distinct = 0)
       : format_(format), stride_(kPageTokens * kv_row_bytes(format) + 48) {
     bytes.resize(static_cast<std::size_t>(pages * stride_));
     std::minstd_rand random(seed);
     std::normal_distribution<float> unit;
-    for (int slot = 0; slot < pages * kPageTokens; ++slot) {
+    if (distinct == 0 || distinct > pages) distinct = pages;
+    for (int slot = 0; slot < distinct * kPageTokens; ++slot) {
       std::uint8_t* row = row_of(slot);
       const auto put = [&](int at) {
         const std::uint16_t bits = bf16_bits(unit(random));
@@ -137,11 +161,21 @@ class RandomCache {
       }
       for (int i = 0; i < kRope; ++i) put(kLatent + 16 + 2 * i);
     }
+    for (int page = distinct; page < pages; ++page) {
+      std::memcpy(row_of(std::int64_t{page} * kPageTokens),
+                  row_of(std::int64_t{page % distinct} * kPageTokens),
+                  static_cast<std::size_t>(page_bytes()));
+    }
   }
   std::uint8_t* row_of(std::int64_t slot) {
     return bytes.data() + slot / kPageTokens * stride_ + slot % kPageTokens * kv_row_bytes(format_);
   }
   HostCache host() { return {bytes.data(), stride_, format_}; }
+  // For reading alone.
+  HostCache host() const { return {const_cast<std::uint8_t*>(bytes.data()), stride_, format_}; }
+  KvFormat format() const { return format_; }
+  std::int64_t pages() const { return static_cast<std::int64_t>(bytes.size()) / stride_; }
+  std::int64_t page_bytes() const { return std::int64_t{kPageTokens} * kv_row_bytes(format_); }
   std::int64_t stride() const { return stride_; }
   std::int64_t slots() const {
     return static_cast<std::int64_t>(bytes.size()) / stride_ * kPageTokens;
@@ -187,6 +221,43 @@ struct RandomStep {
       }
       pick_offsets.push_back(static_cast<std::int32_t>(picks.size()));
     }
+  }
+  // Row s is the last token of a sequence of contexts[s] tokens, whose pages are dealt out from a
+  // shuffled pack: they lie anywhere, in no order, interleaved with those of other rows, the last
+  // one partly filled. It picks its own new slot and a random choice of the others, at most
+  // kMaxPicks in all, in no order.
+  static RandomStep paged(const DecodeShape& shape, std::int64_t pages,
+                          const std::vector<int>& contexts, std::uint32_t seed) {
+    RandomStep step(shape, 0, {}, seed);
+    std::mt19937 random(seed);
+    std::normal_distribution<float> unit;
+    std::vector<std::int32_t> pack(static_cast<std::size_t>(pages));
+    std::iota(pack.begin(), pack.end(), 0);
+    std::shuffle(pack.begin(), pack.end(), random);
+    for (const int context : contexts) {
+      for (int i = 0; i < shape.hidden; ++i) step.x.push_back(bf16_bits(unit(random)));
+      std::vector<std::int32_t> table;
+      for (int token = 0; token < context; token += kPageTokens) {
+        table.push_back(pack.back());
+        pack.pop_back();
+      }
+      const auto slot_of = [&](std::int32_t position) {
+        return table[static_cast<std::size_t>(position / kPageTokens)] * kPageTokens +
+               position % kPageTokens;
+      };
+      step.positions.push_back(context - 1);
+      step.slots.push_back(slot_of(context - 1));
+      std::vector<std::int32_t> older(static_cast<std::size_t>(context - 1));
+      std::iota(older.begin(), older.end(), 0);
+      std::shuffle(older.begin(), older.end(), random);
+      older.resize(std::min<std::size_t>(older.size(), kMaxPicks - 1));
+      const auto first = static_cast<std::ptrdiff_t>(step.picks.size());
+      step.picks.push_back(slot_of(context - 1));
+      for (const std::int32_t position : older) step.picks.push_back(slot_of(position));
+      std::shuffle(step.picks.begin() + first, step.picks.end(), random);
+      step.pick_offsets.push_back(static_cast<std::int32_t>(step.picks.size()));
+    }
+    return step;
   }
   StepInput input() const { return {positions, slots, pick_offsets, picks}; }
 };

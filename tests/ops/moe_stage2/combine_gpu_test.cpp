@@ -64,6 +64,7 @@ TEST_P(Combine, EqualsOracleBitForBit) {
   args.tokens = tokens;
   args.top_k = top_k;
   args.hidden = hidden;
+  PENSTOCK_CUDA_CHECK(load_combine_sm90());
   PENSTOCK_CUDA_CHECK(launch_combine_sm90(args, wire, 132, nullptr));
   PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
   const auto got = out.download();
@@ -93,7 +94,10 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Case{1, 1, 128, WireFormat::kBf16}, Case{1, 1, 128, WireFormat::kFp8},
                     Case{700, 4, 384, WireFormat::kFp8}, Case{700, 5, 384, WireFormat::kBf16},
                     Case{90, 8, 6144, WireFormat::kFp8}, Case{90, 8, 6144, WireFormat::kBf16},
-                    Case{37, 16, 7168, WireFormat::kFp8}, Case{50, 6, 4096, WireFormat::kFp8}));
+                    Case{37, 16, 7168, WireFormat::kFp8}, Case{50, 6, 4096, WireFormat::kFp8},
+                    // More than one segment a row, the last one shorter.
+                    Case{300, 3, 7296, WireFormat::kFp8}, Case{9, 5, 14464, WireFormat::kFp8},
+                    Case{9, 2, 7296, WireFormat::kBf16}, Case{5, 9, 22144, WireFormat::kBf16}));
 
 TEST(Combine, NoTokensIsNoLaunch) {
   EXPECT_EQ(launch_combine_sm90(CombineArgs{}, WireFormat::kFp8, 132, nullptr), cudaSuccess);

@@ -6,16 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
 
-#include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
-#include "fabric/cuda/driver.h"
-#include "fabric/cuda/memory.h"
-#include "ops/moe_stage2/cuda/operator.h"
+#include "ops/moe_stage2/gpu_team.h"
 #include "ops/moe_stage2/world.h"
 #include "penstock/core/error.h"
 
@@ -23,22 +19,6 @@ namespace penstock::moe_stage2 {
 namespace {
 
 using cuda::DeviceBuffer;
-
-constexpr std::chrono::seconds kDeadline{5};
-
-// Before gtest_main makes the first CUDA call.
-[[maybe_unused]] const bool kPrepared = [] {
-  cuda::prepare_process();
-  return true;
-}();
-
-struct ScopedStream {
-  ScopedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
-  ~ScopedStream() { (void)cudaStreamDestroy(handle); }
-  void wait() const { PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(handle)); }
-  Stream get() const { return {handle}; }
-  cudaStream_t handle = nullptr;
-};
 
 // One rank's operands of a world in device memory, `out` poisoned.
 class DeviceWorld {
@@ -141,50 +121,6 @@ class DeviceWorld {
   DeviceBuffer<std::uint16_t> out_;
 };
 
-struct Variant {
-  const char* name;
-  TransportKind transport;
-  bool fuse;
-};
-constexpr Variant kVariants[] = {
-    {"copy_engine", TransportKind::kCopyEngine, true},
-    {"sm", TransportKind::kSm, true},
-    {"direct", TransportKind::kDirect, true},
-    {"unfused", TransportKind::kCopyEngine, false},
-    {"unfused_sm", TransportKind::kSm, false},
-};
-
-struct Placement {
-  int ranks;
-  bool spread;
-};
-std::string name_of(const testing::TestParamInfo<Placement>& info) {
-  return std::to_string(info.param.ranks) + (info.param.spread ? "RanksSpread" : "RanksOneGpu");
-}
-
-Shape make_shape(int ranks, int local, int top_k, std::int64_t tokens, double slack,
-                 WireFormat wire) {
-  Shape s;
-  s.ranks = ranks;
-  s.experts = ranks * local;
-  s.top_k = top_k;
-  s.hidden = 384;  // two column tiles, the second half empty
-  s.intermediate = 256;
-  s.max_tokens_per_rank = tokens;
-  s.row_slack = slack;
-  s.wire = wire;
-  return s;
-}
-
-Options options_of(const Variant& v, int tiles_per_chunk = 2) {
-  Options o;
-  o.transport = v.transport;
-  o.fuse = v.fuse;
-  o.tiles_per_chunk = tiles_per_chunk;
-  o.copy_ctas = 2;
-  return o;
-}
-
 using Expected = std::vector<std::vector<Bf16>>;  // [ranks]
 Expected expected_of(const World& world) {
   Expected all(static_cast<std::size_t>(world.shape().ranks));
@@ -196,30 +132,9 @@ Expected expected_of(const World& world) {
   return all;
 }
 
-class MoeStage2GpuTest : public testing::TestWithParam<Placement> {
+class MoeStage2GpuTest : public GpuTeamTest {
  protected:
-  void SetUp() override {
-    ASSERT_GT(cuda::device_count(), 0) << cuda::unavailable_reason();
-    if (GetParam().spread && cuda::device_count() < 2) GTEST_SKIP() << "one GPU only";
-  }
   std::int64_t spilled_ = 0;  // of all ranks
-
-  static int device_of(int rank) { return GetParam().spread ? rank % cuda::device_count() : 0; }
-  static int ranks() { return GetParam().ranks; }
-  // body(team, device rank) on one thread a rank.
-  static void run(
-      const std::function<void(const TeamHandle&, const std::shared_ptr<cuda::DeviceRank>&)>& body,
-      std::chrono::nanoseconds deadline = kDeadline) {
-    run_local_team(ranks(),
-                   [&](const TeamHandle& team) {
-                     const int device = device_of(team->rank());
-                     const cuda::ScopedDevice scope(device);
-                     const auto rank = cuda::DeviceRank::create(team, device);
-                     body(team, rank);
-                     team->barrier();
-                   },
-                   {.deadline = deadline});
-  }
 };
 
 // Every variant, pattern and wire, new routing and data in each call.
@@ -552,11 +467,7 @@ TEST_P(MoeStage2GpuTest, TwoInstancesDoNotDisturbEachOther) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, MoeStage2GpuTest,
-                         testing::Values(Placement{1, false}, Placement{2, false},
-                                         Placement{4, false}, Placement{8, false},
-                                         Placement{2, true}, Placement{8, true}),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(Ranks, MoeStage2GpuTest, placements(), name_of);
 
 TEST(MoeStage2GpuRefusal, BadOriginsAreThrownByTheNextCall) {
   const Shape shape = make_shape(1, 4, 2, 9, 1.5, WireFormat::kFp8);

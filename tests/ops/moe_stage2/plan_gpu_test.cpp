@@ -15,7 +15,7 @@ struct DevicePlan {
   std::int64_t capacity;
   DeviceBuffer<std::int32_t> count{1}, fault{1}, tile_expert, tile_rows, tile_mate, prefix, table,
       scratch;
-  DeviceBuffer<RowPlace> place;
+  DeviceBuffer<RowPlace> place, inverse;
   DeviceBuffer<std::uint32_t> counters;
   PlanOutputs outputs;
 
@@ -28,6 +28,7 @@ struct DevicePlan {
         table(static_cast<std::size_t>(worst_rows_per_pair(shape)) * kMaxRanks),
         scratch(static_cast<std::size_t>(plan_scratch_bytes(tiles)) / sizeof(std::int32_t)),
         place(static_cast<std::size_t>(tiles) * kTileRows),
+        inverse(static_cast<std::size_t>(shape.max_tokens_per_rank * shape.top_k)),
         counters(static_cast<std::size_t>(tiles) * kCounterStride) {
     outputs.tile_count = count.data();
     outputs.tile_expert = tile_expert.data();
@@ -40,11 +41,13 @@ struct DevicePlan {
     outputs.fault = fault.data();
   }
 
-  void run(const Shape& shape, const SourceRows& rows) {
+  // Of `rank`, which has `slots` slots itself (-1: as many as a rank can have).
+  void run(const Shape& shape, const SourceRows& rows, int rank, std::int64_t slots = -1) {
     for (DeviceBuffer<std::int32_t>* b :
          {&count, &tile_expert, &tile_rows, &tile_mate, &prefix, &table})
       b->fill(0x5A);
     place.fill(0x5A);
+    inverse.fill(0x5A);
     counters.fill(0x5A);
     fault.fill(0);
     const DeviceBuffer<std::int32_t> expert_rows(rows.expert_rows);
@@ -60,8 +63,13 @@ struct DevicePlan {
     in.top_k = shape.top_k;
     in.reserved = reserved_rows(shape);
     in.tile_capacity = capacity;
-    PENSTOCK_CUDA_CHECK(
-        launch_plan_sm90(in, outputs, scratch.data(), counters.data(), capacity, nullptr));
+    PlanExtras extras;
+    extras.chunk_counters = counters.data();
+    extras.counters = capacity;
+    extras.inverse = inverse.data();
+    extras.slots = slots < 0 ? static_cast<std::int64_t>(inverse.size()) : slots;
+    extras.rank = rank;
+    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, outputs, scratch.data(), extras, nullptr));
     PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
   }
 };
@@ -86,7 +94,7 @@ TEST(PlanOnDevice, EqualsPlanOnHost) {
         const PlanOutputs& want = host.plan(rows);
         ASSERT_EQ(*want.fault, kPlanWhole);
         DevicePlan device(shape, tiles);
-        device.run(shape, rows);
+        device.run(shape, rows, rank);
         const auto where = std::string(to_string(pattern)) + ", rank " + std::to_string(rank) +
                            " of " + std::to_string(ranks);
         ASSERT_EQ(device.fault.download()[0], 0) << where;
@@ -114,6 +122,17 @@ TEST(PlanOnDevice, EqualsPlanOnHost) {
             ASSERT_EQ(table[at], want.row_table[at]) << where;
           }
         }
+        std::vector<RowPlace> own(device.inverse.size());
+        ASSERT_EQ(
+            invert_on_host(want.row_table + rank * want.row_table_stride,
+                           want.prefix[n * kMaxRanks + static_cast<std::size_t>(rank)], rank,
+                           reserved_rows(shape), own.data(), static_cast<std::int64_t>(own.size())),
+            kPlanWhole);
+        const auto inverse = device.inverse.download();
+        for (std::size_t i = 0; i < own.size(); ++i) {
+          ASSERT_EQ(inverse[i].run, own[i].run) << "slot " << i << ", " << where;
+          ASSERT_EQ(inverse[i].row, own[i].row) << "slot " << i << ", " << where;
+        }
         const auto counters = device.counters.download();
         for (std::size_t i = 0; i < counters.size(); i += kCounterStride)
           ASSERT_EQ(counters[i], 0u);
@@ -136,7 +155,7 @@ TEST(PlanOnDevice, ReportsFaultsAndStaysInBounds) {
     DevicePlan device(shape, rows.tiles() - 1);
     SourceRows cut = rows;
     cut.origin.resize(static_cast<std::size_t>(device.capacity) * kTileRows);
-    device.run(shape, cut);
+    device.run(shape, cut, 1);
     EXPECT_EQ(device.fault.download()[0], kPlanTilesOverCapacity);
     EXPECT_EQ(device.count.download()[0], 0);
   }
@@ -145,7 +164,7 @@ TEST(PlanOnDevice, ReportsFaultsAndStaysInBounds) {
     bad.origin[5].rank = 2;
     bad.origin[9].slot = 1;
     DevicePlan device(shape, rows.tiles());
-    device.run(shape, bad);
+    device.run(shape, bad, 1);
     EXPECT_EQ(device.fault.download()[0], kPlanBadOrigin);
     EXPECT_EQ(device.place.download()[5].run, -1);
   }
@@ -154,8 +173,16 @@ TEST(PlanOnDevice, ReportsFaultsAndStaysInBounds) {
     bad.origin.back().rank = 0;
     ASSERT_NE(rows.expert_rows.back() % kTileRows, 0);
     DevicePlan device(shape, rows.tiles());
-    device.run(shape, bad);
+    device.run(shape, bad, 1);
     EXPECT_EQ(device.fault.download()[0], kPlanBadPadding);
+  }
+  {
+    // Rank 1 has rows for itself beyond its slots.
+    DevicePlan device(shape, rows.tiles());
+    device.run(shape, rows, 1);
+    EXPECT_EQ(device.fault.download()[0], kPlanWhole);
+    device.run(shape, rows, 1, 100);
+    EXPECT_EQ(device.fault.download()[0], kPlanBadOrigin);
   }
 }
 

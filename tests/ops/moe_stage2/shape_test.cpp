@@ -102,5 +102,23 @@ TEST(Heuristics, SmallBatchesAreStoredDirectly) {
   EXPECT_EQ(choose_transport(shape), TransportKind::kCopyEngine);
 }
 
+TEST(Heuristics, CopyCtasCarryTheRowsOfTheGemm) {
+  Shape shape;  // GLM-5
+  shape.hidden = 6144;
+  shape.intermediate = 2048;
+  shape.ranks = 1;
+  EXPECT_EQ(choose_copy_ctas(shape), 0);
+  shape.wire = WireFormat::kFp8;
+  shape.ranks = 8;  // 24 ns a row, 7/8 of 6336 bytes: 231 GB/s, 5.1 CTAs
+  EXPECT_EQ(choose_copy_ctas(shape), 6);
+  shape.ranks = 2;  // 132 GB/s, 2.9
+  EXPECT_EQ(choose_copy_ctas(shape), 4);
+  shape.wire = WireFormat::kBf16;
+  shape.ranks = 8;  // 449 GB/s, 10.0 or a little less
+  EXPECT_EQ(choose_copy_ctas(shape), 10);
+  shape.intermediate = 128;
+  EXPECT_EQ(choose_copy_ctas(shape), kMostCopyCtas);
+}
+
 }  // namespace
 }  // namespace penstock::moe_stage2

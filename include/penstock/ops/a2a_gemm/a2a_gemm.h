@@ -15,14 +15,6 @@
 
 namespace penstock::a2a_gemm {
 
-// In which order a rank multiplies its chunks.
-enum class ChunkOrder : std::uint8_t {
-  kRotation,  // own first, then the next ranks: same bits every time
-  kArrival,   // own first, then whichever is there: f32 sums depend on timing, so two runs may
-              // differ in the last bit. cpu only: the GEMM's clusters share W, so they need one
-              // order
-};
-
 enum class Fuse : std::uint8_t {
   kAuto,    // heuristics decide
   kAlways,  // gated piece by piece
@@ -41,7 +33,9 @@ struct Options {
   bool quantise_x = false;
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
-  Timeline* timeline = nullptr;          // cpu only: gets what each call did when
+  // Gets what each call did when. cuda: at collect_timeline(), and the calls run a GEMM that notes
+  // times, which costs it some percent.
+  Timeline* timeline = nullptr;
   std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 32
   std::int32_t device = -1;    // cuda only: the rank's GPU; -1: the calling thread's current one
 };
@@ -62,10 +56,11 @@ class A2aGemm {
   // the slot: every rank makes the same calls and replays in the same order. A graph of one call
   // replayed over and over uses one slot, a graph of two both.
   // Operands' contents may change from call to call, shapes may not. Deterministic with
-  // ChunkOrder::kRotation: the result depends on the operands alone. Errors: InvalidArgument for a
-  // missing or misaligned operand; Fault when a peer does not come in time or any rank faulted (out
-  // is then undefined, on cuda also that of an earlier call that was not complete when a rank
-  // faulted); the team's rearm() makes the operator usable again.
+  // ChunkOrder::kRotation: the result depends on the operands alone. With kArrival each tile adds
+  // its chunks in the order in which they came, so two runs may differ in the last bit. Errors:
+  // InvalidArgument for a missing or misaligned operand; Fault when a peer does not come in time or
+  // any rank faulted (out is then undefined, on cuda also that of an earlier call that was not
+  // complete when a rank faulted); the team's rearm() makes the operator usable again.
   virtual void run(Stream stream, const Operands& operands) = 0;
 
   // cuda, before the first run() or replay on a stream that other ranks' kernels may have to wait
@@ -75,6 +70,10 @@ class A2aGemm {
   // cuda, after each launch of a graph that holds run(): tells the rank's fault handling where work
   // is. Nothing on cpu.
   virtual void track(Stream stream) { (void)stream; }
+  // cuda, with Options::timeline: waits for the last call that was no replay and adds its events
+  // (lane: a cluster of CTAs) by the GPU's wall clock, which ranks on other GPUs do not share.
+  // Nothing on cpu, where run() adds them.
+  virtual void collect_timeline() {}
 
   virtual const Shape& shape() const noexcept = 0;
   virtual const Config& config() const noexcept = 0;
@@ -97,8 +96,8 @@ std::unique_ptr<A2aGemm> make_cpu_a2a_gemm(TeamHandle team, const Shape& shape,
 
 // Collective. The CUDA operator on the rank's GPU. Several ranks of a process may share a GPU
 // (cuda::prepare_process() rules apply); a few SMs of each then stay free for local copies. Also
-// throws Unsupported on every rank: no Hopper GPU, transport direct (nothing here computes X),
-// ChunkOrder::kArrival, a build without CUDA.
+// throws Unsupported on every rank: no Hopper GPU, transport direct (nothing here computes X), a
+// build without CUDA.
 std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(TeamHandle team, const Shape& shape,
                                             const Options& options = {});
 

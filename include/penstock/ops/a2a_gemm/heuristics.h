@@ -22,6 +22,9 @@ struct Machine {
   double signal_us = 2.4;    // of the word behind it: a copy of eight bytes
   double start_us = 6.0;     // from the call's beginning to the first byte on the wire
   double launch_us = 4.0;    // hand-over from the last copy to the GEMM in the unfused form
+  // Ranks share the GPU: copies are made by SMs, and slowly beside a GEMM. measured_gain() has what
+  // was found there.
+  bool shared_gpu = false;
 };
 
 struct Config {
@@ -35,11 +38,17 @@ struct Config {
 };
 
 // `row_block_rows` 0 chooses; otherwise it is kept (a multiple of kClusterRows). Fusing is chosen
-// where it is predicted to save more than 1%: with one rank there is nothing to fuse, and with few
-// rows the first piece is the whole exchange.
+// where it was measured, else is predicted, to save more than 1%: with one rank there is nothing to
+// fuse, and with few rows the first piece is the whole exchange.
 Config choose(const Shape& shape, std::int32_t rank, const Machine& machine = {},
               std::int32_t row_block_rows = 0);
 std::string describe(const Config& config);
+
+// What fusing gained in measurements on H200 (docs/a2a-gemm.md, "Where fusing does not pay"): the
+// unfused form's time over the fused one's, at the measured point nearest to the shape; 0 where
+// none is within a factor of 1.5 in rows and columns and of the same ranks and format. choose()
+// takes such a measurement before its own prediction.
+double measured_gain(const Shape& shape, const Machine& machine);
 
 // Time of the exchange of one rank: copies of `row_block_rows` rows each, one after the other.
 double predict_exchange_us(const Shape& shape, std::int32_t rank, std::int32_t row_block_rows,

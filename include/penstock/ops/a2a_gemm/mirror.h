@@ -23,8 +23,12 @@ class GemmA2a {
   // Collective. Of Operands: x [rows of this rank, depth] with x_scales [scale_blocks,
   // x_scale_stride], x_scale_stride >= rows of this rank; w [ranks, columns, depth] (slab d is what
   // rank d gets); out [total_rows, columns] bf16, rows in rank order. Deterministic: every element
-  // is one sum over K in a fixed order.
+  // is one sum over K in a fixed order. On cuda the call only enqueues, may be captured, and leaves
+  // two calls in flight, as A2aGemm::run(): device memory, 16-byte aligned.
   virtual void run(Stream stream, const Operands& operands) = 0;
+  // cuda, as A2aGemm's; nothing on cpu.
+  virtual void prepare(Stream stream) { (void)stream; }
+  virtual void track(Stream stream) { (void)stream; }
 
   virtual const Shape& shape() const noexcept = 0;
   virtual const Layout& layout() const noexcept = 0;
@@ -41,5 +45,11 @@ void mirror_reference(const Shape& shape, std::int32_t rank, const Operands* all
 // here.
 std::unique_ptr<GemmA2a> make_cpu_gemm_a2a(TeamHandle team, const Shape& shape,
                                            const Options& options = {});
+
+// Collective. The same on the rank's GPU: the GEMM hands every piece over when its last tile is
+// written, to the copy engine, to `copy_ctas` SMs beside it (sm), or by the stores of its epilogue
+// (direct). Also throws Unsupported: no Hopper GPU, a build without CUDA.
+std::unique_ptr<GemmA2a> make_cuda_gemm_a2a(TeamHandle team, const Shape& shape,
+                                            const Options& options = {});
 
 }  // namespace penstock::a2a_gemm

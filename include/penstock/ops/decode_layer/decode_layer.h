@@ -39,7 +39,18 @@ struct DecodeOptions {
   double deadline_s = 0;   // of every wait, 0: PENSTOCK_DEADLINE_S
   bool self_loop = false;  // ranks > 1 without peers: this rank writes all partials itself, for
                            // measuring a shard alone. The sums are then ranks times its own.
-  bool timeline = false;   // keep the SM clock at the end of every stage
+  int present = 0;        // Ranks 0 .. present - 1 of shape.ranks take part in the all-reduces, the
+                          // others are not there: for measuring shards on fewer GPUs than ranks.
+                          // 0: all. The sums lack the parts of the others.
+  bool timeline = false;  // keep the SM clock at the end of every stage
+};
+
+// A stall on purpose, for tests: before stage `stage` (its place in stage_names()) of every layer,
+// CTA `cta` of this rank (-1: all of them) does nothing for `seconds`.
+struct DecodeStall {
+  int stage = 0;
+  int cta = -1;
+  double seconds = 0;  // 0: no stall
 };
 
 // A stall on purpose, for tests: before stage `stage` (its place in stage_names()) of every layer,
@@ -65,8 +76,9 @@ class DecodeLayer {
   DecodeLayer(const DecodeLayer&) = delete;
   DecodeLayer& operator=(const DecodeLayer&) = delete;
 
-  // This rank's window, and where this rank reaches the windows of all ranks ([ranks], own
-  // included); with ranks > 1 and no self_loop connect() must come before run(). Memory:
+  // This rank's window, and where this rank reaches the windows of all ranks that are present
+  // ([ranks], own included); with more than one of them and no self_loop connect() must come before
+  // run(). Memory:
   // window_bytes(), zero.
   void* window() const noexcept;
   void connect(std::span<void* const> windows);

@@ -34,6 +34,13 @@ struct StepInput {
   std::span<const std::int32_t> picks;
 };
 
+// Which experts a row goes to, best first, and how close the choice was: of score + bias, between
+// the last expert chosen and the best one that was not (infinite if all are chosen).
+struct RowRouting {
+  std::vector<int> experts;
+  float gap = 0;
+};
+
 // One rank's stages. All matrices [rows, n] row-major f32 holding what the kernel would hold in
 // bf16 (or f32). Thread-compatible: const calls may run at once.
 class ReferenceStages {
@@ -61,6 +68,8 @@ class ReferenceStages {
   // give all of them weight 1.
   void select(std::span<const float> score_row, std::vector<int>& experts,
               std::vector<float>& weights) const;
+  // The same choice with its gap.
+  RowRouting route(std::span<const float> score_row) const;
   // silu(gate) * up of one row for one expert (experts: the shared one) [inter].
   std::vector<float> mid(std::span<const float> a_row, int expert) const;
   // Adds weight * W_down mid to sum [H].
@@ -80,11 +89,13 @@ std::vector<float> reduce(std::span<const float> residual,
 // The CPU operator: a whole layer for all ranks of `shape` (its `rank` is ignored), as the ranks
 // would compute it. x [rows, H] bf16 in and out (may alias); rows with slot -1 change nothing. New
 // cache rows are written. Runs on the calling thread; deterministic; a row's result depends on no
-// other row, except through cache rows that its picks name.
-// Throws InvalidArgument for sizes that do not match, positions < 0, picks outside [0, slots of the
-// cache) when cache_slots > 0, more than 2048 picks a row.
+// other row, except through cache rows that its picks name. `routing`, if given, becomes [rows]
+// (empty choices for padding).
+// Throws InvalidArgument for sizes that do not match, no cache, pages that overlap, positions < 0,
+// picks outside [0, slots of the cache) when cache_slots > 0, more than 2048 picks a row.
 void run_reference_layer(const DecodeShape& shape, const LayerTensors& tensors,
                          const StepInput& step, const HostCache& cache, std::int64_t cache_slots,
-                         std::span<const std::uint16_t> x_in, std::span<std::uint16_t> x_out);
+                         std::span<const std::uint16_t> x_in, std::span<std::uint16_t> x_out,
+                         std::vector<RowRouting>* routing = nullptr);
 
 }  // namespace penstock::decode

@@ -32,6 +32,10 @@ constexpr int kv_row_bytes(KvFormat format) {
   return format == KvFormat::kBf16 ? 1152 : format == KvFormat::kFp8Scaled ? 656 : 576;
 }
 
+// Scales of the five attention matrices (q_a, kv_a, q_b, kv_b, o): one a 128x128 block, or one an
+// output row of the checkpoint's matrix. Experts always have one a block.
+enum class AttentionScales : std::uint8_t { kBlock, kChannel };
+
 // Sizes of the whole model layer and the place of this rank in it. Plain data.
 struct DecodeShape {
   int rows = 1;             // S, 1 .. 16
@@ -47,6 +51,7 @@ struct DecodeShape {
   int ranks = 1;  // P: 1, 2, 4, 8
   int rank = 0;
   KvFormat kv_format = KvFormat::kFp8Scaled;
+  AttentionScales attention_scales = AttentionScales::kBlock;
   float eps = 1e-5F;         // input and post-attention norm
   float eps_latent = 1e-6F;  // q_a and kv_a norm (transformers 1e-6, vLLM and SGLang 1e-5)
   float routed_scale = 2.5F;

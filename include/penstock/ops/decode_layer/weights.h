@@ -12,11 +12,17 @@
 namespace penstock::decode {
 
 // A matrix [rows, cols] = [outputs, inputs] as official FP8 checkpoints hold it: E4M3 data and f32
-// scales [ceil(rows / 128), ceil(cols / 128)], w = q * s.
+// scales [ceil(rows / 128), ceil(cols / 128)], w = q * s. Attention matrices may have one scale a
+// row instead, [rows] or [rows, 1] (`weight_scale` of per-channel checkpoints), if
+// DecodeShape::attention_scales says so.
 struct Fp8Matrix {
   TensorView data;
   TensorView scale;
 };
+constexpr bool per_channel(const Fp8Matrix& m) {
+  return m.scale.rank == 1 ||
+         (m.scale.rank == 2 && m.scale.shape[1] == 1 && m.scale.shape[0] == m.data.shape[0]);
+}
 
 // All tensors of one decoder layer, whole (not sharded); `shape` says which part a rank takes. A
 // MoE layer leaves dense_* empty, a dense layer all of router, bias, experts and shared_*.

@@ -22,8 +22,10 @@ struct Options {
   std::chrono::nanoseconds deadline{0};  // of one wait; 0: the team's
   CpuEngineOptions engine;               // cpu, copy_engine only
   Timeline* timeline = nullptr;          // cpu only: gets what each call did when
-  std::int32_t copy_ctas = 8;  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 16
-  std::int32_t device = -1;    // cuda only: the rank's GPU; -1: the calling thread's current one
+  // cuda, sm only: SMs that copy beside the GEMM; even, 2 to 16; 0: choose_copy_ctas(shape), at
+  // most a quarter of the rank's SMs
+  std::int32_t copy_ctas = 0;
+  std::int32_t device = -1;  // cuda only: the rank's GPU; -1: the calling thread's current one
 };
 
 // One rank's operands of one call.

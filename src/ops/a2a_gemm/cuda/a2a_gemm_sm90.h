@@ -12,6 +12,19 @@
 
 namespace penstock::a2a_gemm {
 
+// What a traced call notes (a kernel of its own: others carry nothing of it), nanoseconds of the
+// GPU's wall clock.
+struct TraceView {
+  // [cluster tiles][trace_words]: of each chunk in the order in which it was read when it was
+  // wanted (the last bits hold the source) and when its rows could be read, then the tile's end.
+  std::uint64_t* tiles = nullptr;     // null: no trace
+  std::uint64_t* arrivals = nullptr;  // [ranks][row_blocks] first seen; all ones before the call
+};
+inline constexpr std::uint64_t kTraceSourceMask = 15;
+PENSTOCK_HOST_DEVICE constexpr std::int64_t trace_words(std::int32_t ranks) {
+  return 2 * ranks + 1;
+}
+
 // One call of one rank. All pointers are device memory unless said otherwise.
 struct GemmArgs {
   std::int32_t ranks = 1;
@@ -36,6 +49,7 @@ struct GemmArgs {
   const std::uint64_t* arrived = nullptr;
   std::int64_t arrival_stride = 0;  // words
   std::int32_t row_blocks = 1;      // of one source
+  ChunkOrder order = ChunkOrder::kRotation;
   const std::uint64_t* epoch = nullptr;
   GuardView guard;
 
@@ -44,6 +58,7 @@ struct GemmArgs {
   // pointers: nobody waits.
   std::uint64_t* consumed[kMaxRanks] = {};
   std::uint64_t* finished = nullptr;
+  TraceView trace;
 };
 
 struct GemmMaps {
@@ -53,7 +68,8 @@ struct GemmMaps {
 };
 
 // Enqueues the GEMM on `ctas` CTAs (rounded down to even; at most one an SM). No allocation, no
-// synchronisation: may be captured. The same bits for every `ctas` and band.
+// synchronisation: may be captured. The same bits for every `ctas` and band; in arrival order the
+// bits depend on which chunk came first.
 cudaError_t launch_gemm_sm90(const GemmArgs& args, const GemmMaps& maps, Format format, int ctas,
                              cudaStream_t stream);
 // Loads the kernels now instead of at the first launch, and opts in to their shared memory.

@@ -16,13 +16,21 @@ __global__ void __launch_bounds__(32) begin_call_sm90(const __grid_constant__ Be
   const std::uint64_t before = device::load_relaxed<Scope::kDevice>(args.epoch);
   __syncwarp();
   if (peer == 0) device::store_relaxed<Scope::kDevice>(args.epoch, before + 1);
-  if ((args.peers >> peer & 1u) == 0) return;
-  const device::Guard guard(args.guard);
-  const device::WaitSite site{peer, 0, kConsumed, args.slot * args.ranks + peer};
-  // A failed wait raises the guard's abort, which ends the call's waits. Its copies are enqueued
-  // already and still run: a peer that was late may multiply rows of both calls, after the fault.
-  (void)device::wait_epoch<Scope::kSystem>(args.consumed + peer * (kLineBytes / 8), before, guard,
-                                           site);
+  for (int i = peer; i < args.counter_count; i += 32) args.counters[i] = 0;
+  bool free = true;
+  if ((args.peers >> peer & 1u) != 0) {
+    const device::Guard guard(args.guard);
+    const device::WaitSite site{peer, 0, args.region, args.slot * args.ranks + peer};
+    free = device::wait_epoch<Scope::kSystem>(args.consumed + peer * (kLineBytes / 8), before,
+                                              guard, site) == WaitStatus::kArrived;
+  }
+  // A failed wait has raised the guard's abort, which ends the call's waits, and leaves `open`
+  // behind: kernels store nothing then, and the copies that are enqueued already announce an old
+  // epoch. Their bytes still land: a peer that was late may multiply rows of both calls, after the
+  // fault.
+  if (__all_sync(0xffffffffu, free) != 0 && peer == 0) {
+    device::store_relaxed<Scope::kDevice>(args.open, before + 1);
+  }
 }
 
 }  // namespace

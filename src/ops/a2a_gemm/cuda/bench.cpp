@@ -15,6 +15,7 @@
 #include "fabric/cuda/driver.h"
 #include "fabric/cuda/window_backend.h"
 #include "ops/a2a_gemm/cuda/gemm_maps.h"
+#include "ops/a2a_gemm/cuda/mirror_kernels.h"
 #include "ops/a2a_gemm/cuda/operator.h"
 #include "ops/moe_stage2/cuda/align_sm90.h"
 #include "ops/moe_stage2/cuda/nccl_all_to_all.h"
@@ -77,10 +78,31 @@ std::vector<float> uniform(std::size_t count, float low, float high, std::uint64
 
 std::size_t size_of(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// One rank's operands, and the chunks of all sources in memory of its own for the floors and NCCL.
+// One rank's operands, and in memory of its own what the floors and NCCL need.
 class Rig {
  public:
-  Rig(const BenchOptions& options, int rank)
+  virtual ~Rig() = default;
+  virtual Operands operands() const = 0;
+  virtual std::int32_t rows() const = 0;  // of this rank's GEMM, M
+  virtual void gemm(const Config& config, int ctas, cudaStream_t on) const = 0;
+  // The library's GEMM of as much: its K, and its N.
+  virtual std::int64_t dense_depth() const = 0;
+  virtual std::int64_t dense_columns() const = 0;
+  virtual void dense(DenseBaseline& baseline, cudaStream_t on) = 0;
+  // What NCCL moves: the payload, or (scales) FP8's scales; empty where there are none.
+  virtual std::vector<NcclPiece> pieces(bool scales) const = 0;
+  virtual DeviceBuffer<std::uint16_t>& out() = 0;
+};
+
+template <typename T>
+unsigned char* bytes_of(T* p) {
+  return reinterpret_cast<unsigned char*>(const_cast<std::remove_const_t<T>*>(p));
+}
+
+// a2a_gemm: the chunks of all sources.
+class ChunkRig final : public Rig {
+ public:
+  ChunkRig(const BenchOptions& options, int rank)
       : shape_(options.shape), rank_(rank), max_(max_rows(shape_)) {
     const std::uint64_t seed = options.seed + 16 * static_cast<std::uint64_t>(rank);
     const DeviceBuffer<std::byte> pattern(normal_bytes(shape_.format, seed));
@@ -118,7 +140,7 @@ class Rig {
     PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
   }
 
-  Operands operands() const {
+  Operands operands() const override {
     Operands o;
     o.x = x_.data();
     o.w = w_.data();
@@ -130,7 +152,7 @@ class Rig {
     }
     return o;
   }
-  void gemm(int band, int ctas, cudaStream_t on) const {
+  void gemm(const Config& config, int ctas, cudaStream_t on) const override {
     if (rows() == 0) return;
     GemmArgs args;
     args.ranks = shape_.ranks;
@@ -139,7 +161,7 @@ class Rig {
     args.columns = shape_.columns;
     args.steps = shape_.steps();
     args.chunk_rows = max_;
-    args.band = band;
+    args.band = config.band;
     args.out = out_.data();
     args.chunk_scales = chunk_scales_.data();
     args.scale_stride = stride();
@@ -149,13 +171,17 @@ class Rig {
     args.w_scales = w_scales_.data();
     PENSTOCK_CUDA_CHECK(launch_gemm_sm90(args, maps_, shape_.format, ctas, on));
   }
-  void dense(DenseBaseline& baseline, cudaStream_t on) {
+  std::int64_t dense_depth() const override {
+    return static_cast<std::int64_t>(shape_.ranks) * shape_.depth;
+  }
+  std::int64_t dense_columns() const override { return shape_.columns; }
+  void dense(DenseBaseline& baseline, cudaStream_t on) override {
     if (rows() == 0) return;
     baseline.run(chunks_.data(), chunk_scales_.data(), w_.data(), w_scales_.data(), out_.data(),
                  {on});
   }
-  // Chunks, then scales: what NCCL moves.
-  std::vector<NcclPiece> pieces(bool scales) const {
+  std::vector<NcclPiece> pieces(bool scales) const override {
+    if (scales && shape_.format != Format::kFp8) return {};
     std::vector<NcclPiece> pieces(size_of(shape_.ranks));
     const std::int64_t blocks = shape_.scale_blocks();
     for (int peer = 0; peer < shape_.ranks; ++peer) {
@@ -174,14 +200,10 @@ class Rig {
     }
     return pieces;
   }
-  std::int32_t rows() const { return shape_.rows[size_of(rank_)]; }
-  DeviceBuffer<std::uint16_t>& out() { return out_; }
+  std::int32_t rows() const override { return shape_.rows[size_of(rank_)]; }
+  DeviceBuffer<std::uint16_t>& out() override { return out_; }
 
  private:
-  template <typename T>
-  static unsigned char* bytes_of(T* p) {
-    return reinterpret_cast<unsigned char*>(const_cast<std::remove_const_t<T>*>(p));
-  }
   std::int64_t stride() const {
     return static_cast<std::int64_t>(scale_stride(static_cast<std::uint64_t>(max_)));
   }
@@ -201,10 +223,111 @@ class Rig {
   GemmMaps maps_{};
 };
 
+// The mirror: the parts of all destinations, which stay in memory of this rank's.
+class MirrorRig final : public Rig {
+ public:
+  MirrorRig(const BenchOptions& options, int rank) : shape_(options.shape), rank_(rank) {
+    const std::uint64_t seed = options.seed + 16 * static_cast<std::uint64_t>(rank);
+    const DeviceBuffer<std::byte> pattern(normal_bytes(shape_.format, seed));
+    const std::size_t row_bytes = size_of(shape_.row_bytes());
+    x_ = DeviceBuffer<std::byte>(size_of(rows()) * row_bytes);
+    w_ = DeviceBuffer<std::byte>(size_of(shape_.ranks) * size_of(shape_.columns) * row_bytes);
+    parts_ = DeviceBuffer<std::uint16_t>(size_of(shape_.ranks) * size_of(rows()) *
+                                         size_of(shape_.columns));
+    out_ = DeviceBuffer<std::uint16_t>(size_of(total_rows(shape_)) * size_of(shape_.columns));
+    fill(x_.data(), x_.size(), pattern);
+    fill(w_.data(), w_.size(), pattern);
+    if (shape_.format == Format::kFp8) {
+      const std::size_t blocks = size_of(shape_.scale_blocks());
+      x_scales_ = DeviceBuffer<float>(uniform(blocks * size_of(rows()), 0.005f, 0.02f, seed + 1));
+      w_scales_ = DeviceBuffer<float>(
+          uniform(size_of(shape_.ranks) * size_of(shape_.column_scale_blocks()) * blocks, 1e-4f,
+                  4e-4f, seed + 2));
+    }
+    counters_ = DeviceBuffer<std::uint32_t>(
+        size_of(shape_.ranks) * size_of(row_block_count(max_rows(shape_), kClusterRows)));
+    PENSTOCK_CUDA_CHECK(load_gemm_a2a_sm90());
+    if (rows() > 0) maps_ = make_mirror_maps(shape_, rank_, x_.data(), w_.data());
+    PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+  Operands operands() const override {
+    Operands o;
+    o.x = x_.data();
+    o.w = w_.data();
+    o.out = out_.data();
+    if (shape_.format == Format::kFp8) {
+      o.x_scales = x_scales_.data();
+      o.x_scale_stride = rows();
+      o.w_scales = w_scales_.data();
+    }
+    return o;
+  }
+  std::int32_t rows() const override { return shape_.rows[size_of(rank_)]; }
+  void gemm(const Config& config, int ctas, cudaStream_t on) const override {
+    if (rows() == 0) return;
+    MirrorArgs args;
+    args.gemm.ranks = shape_.ranks;
+    args.gemm.rank = rank_;
+    args.gemm.rows = rows();
+    args.gemm.columns = shape_.columns;
+    args.gemm.steps = shape_.steps();
+    args.gemm.local_scales = x_scales_.data();
+    args.gemm.local_scale_stride = rows();
+    args.gemm.w_scales = w_scales_.data();
+    // In the order of the operator, every part into memory of its own, nothing handed over.
+    args.send.grid = mirror_grid(shape_.ranks, rank_, rows(), shape_.columns, config.row_block_rows,
+                                 config.band);
+    args.send.counters = counters_.data();
+    for (int d = 0; d < shape_.ranks; ++d) {
+      args.result[d] = parts_.data() + static_cast<std::int64_t>(d) * rows() * shape_.columns;
+    }
+    PENSTOCK_CUDA_CHECK(launch_gemm_a2a_sm90(args, maps_, shape_.format, ctas, on));
+  }
+  std::int64_t dense_depth() const override { return shape_.depth; }
+  std::int64_t dense_columns() const override {
+    return static_cast<std::int64_t>(shape_.ranks) * shape_.columns;
+  }
+  void dense(DenseBaseline& baseline, cudaStream_t on) override {
+    if (rows() == 0) return;
+    baseline.run(x_.data(), x_scales_.data(), w_.data(), w_scales_.data(), parts_.data(), {on});
+  }
+  std::vector<NcclPiece> pieces(bool scales) const override {
+    if (scales) return {};
+    std::vector<NcclPiece> pieces(size_of(shape_.ranks));
+    const std::int64_t row = shape_.columns;
+    for (int peer = 0; peer < shape_.ranks; ++peer) {
+      NcclPiece& piece = pieces[size_of(peer)];
+      piece.send = bytes_of(parts_.data() + peer * rows() * row);
+      piece.receive = bytes_of(out_.data() + row_offset(shape_, peer) * row);
+      piece.send_bytes = size_of(rows() * row * 2);
+      piece.receive_bytes = size_of(shape_.rows[size_of(peer)] * row * 2);
+    }
+    return pieces;
+  }
+  DeviceBuffer<std::uint16_t>& out() override { return out_; }
+
+ private:
+  Shape shape_;
+  int rank_;
+  DeviceBuffer<std::byte> x_, w_;
+  DeviceBuffer<float> x_scales_, w_scales_;
+  DeviceBuffer<std::uint16_t> parts_, out_;
+  DeviceBuffer<std::uint32_t> counters_;
+  GemmMaps maps_{};
+};
+
 // A whole call as it is timed: enqueued anew, or as graphs of two calls, one a slot.
 class Call {
  public:
-  Call(std::unique_ptr<A2aGemm> op, const Operands& operands, bool graph, cudaStream_t on)
+  virtual ~Call() = default;
+  virtual void enqueue(cudaStream_t on) = 0;
+};
+
+template <typename Operator>
+class CallOf final : public Call {
+ public:
+  CallOf(std::unique_ptr<Operator> op, const Operands& operands, bool graph, cudaStream_t on)
       : op_(std::move(op)), operands_(operands), graph_(graph) {
     op_->prepare({on});
     if (!graph) return;
@@ -219,14 +342,14 @@ class Call {
     }
     PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(on));
   }
-  ~Call() {
+  ~CallOf() override {
     for (cudaGraphExec_t exec : execs_) {
       if (exec != nullptr) (void)cudaGraphExecDestroy(exec);
     }
   }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-  void enqueue(cudaStream_t on) {
+  CallOf(const CallOf&) = delete;
+  CallOf& operator=(const CallOf&) = delete;
+  void enqueue(cudaStream_t on) override {
     if (!graph_) {
       op_->run({on}, operands_);
       return;
@@ -235,10 +358,9 @@ class Call {
     next_ = (next_ + 1) % execs_.size();
     op_->track({on});
   }
-  const A2aGemm& op() const { return *op_; }
 
  private:
-  std::unique_ptr<A2aGemm> op_;
+  std::unique_ptr<Operator> op_;
   Operands operands_;
   bool graph_;
   std::array<cudaGraphExec_t, kSlots> execs_{};
@@ -250,10 +372,17 @@ Options options_of(const BenchOptions& bench, BenchVariant variant) {
   options.row_block_rows = bench.row_block_rows;
   options.copy_ctas = bench.copy_ctas;
   options.fuse = Fuse::kAlways;
+  if (variant == BenchVariant::kArrival) options.order = ChunkOrder::kArrival;
+  if (variant == BenchVariant::kDirect) options.transport = TransportKind::kDirect;
   if (variant == BenchVariant::kSm) options.transport = TransportKind::kSm;
   if (variant == BenchVariant::kAuto) options.fuse = Fuse::kAuto;
   if (variant == BenchVariant::kUnfused) options.fuse = Fuse::kNever;
   return options;
+}
+
+// That a rank of the mirror receives: rows of the others, bf16.
+double mirror_wire_bytes(const Shape& shape, std::int32_t rank) {
+  return 2.0 * shape.columns * static_cast<double>(total_rows(shape) - shape.rows[size_of(rank)]);
 }
 
 class Bench {
@@ -270,7 +399,11 @@ class Bench {
         align_epoch_(std::vector<std::uint64_t>{0}) {
     collectively(*team_, [&] {
       PENSTOCK_CUDA_CHECK(moe_stage2::load_align_sm90());
-      rig_ = std::make_unique<Rig>(options, team->rank());
+      if (options.mirror) {
+        rig_ = std::make_unique<MirrorRig>(options, team->rank());
+      } else {
+        rig_ = std::make_unique<ChunkRig>(options, team->rank());
+      }
       scrub_ = DeviceBuffer<std::byte>(kScrubBytes);
       PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
       rank_->prepare(stream_);
@@ -295,12 +428,16 @@ class Bench {
     result.machine = state.name;
     result.driver = state.driver_version;
     result.shared_gpu = !team_->agree(rank_->sms() == sms);
-    result.config = choose(options_.shape, team_->rank(), {}, options_.row_block_rows);
+    Machine machine;  // as the operators see it
+    machine.sms = gemm_ctas(*rank_, 0, options_.copy_ctas, "a2a_gemm");
+    machine.shared_gpu = shares_gpu(*rank_);
+    result.config = choose(options_.shape, team_->rank(), machine, options_.row_block_rows);
     const auto& rows = options_.shape.rows;
     const auto busiest =
         static_cast<std::int32_t>(std::max_element(rows.begin(), rows.end()) - rows.begin());
-    result.flop = flop(options_.shape, busiest);
-    result.wire_bytes = wire_bytes(options_.shape, busiest);
+    result.flop = flop(options_.shape, busiest);  // the mirror's too: 2 M K P N
+    result.wire_bytes = options_.mirror ? mirror_wire_bytes(options_.shape, team_->rank())
+                                        : wire_bytes(options_.shape, busiest);
     std::vector<BenchVariant> variants = options_.variants;
     if (variants.empty()) {
       for (int v = 0; v < kBenchVariants; ++v) variants.push_back(static_cast<BenchVariant>(v));
@@ -322,6 +459,7 @@ class Bench {
 
   // Makes what the variant needs, on all ranks or on none.
   void add(BenchVariant v, BenchResult& result) {
+    if (v == (options_.mirror ? BenchVariant::kArrival : BenchVariant::kDirect)) return;
     std::string problem;
     if (needs_nccl(v) && nccl_ == nullptr) {
       nccl_ = moe_stage2::open_nccl_all_to_all(*team_, result.shared_gpu, options_.nccl, problem);
@@ -330,9 +468,8 @@ class Bench {
     if (problem.empty() && needs_dense(v) && dense_ == nullptr) {
       try {
         if (options_.dense && rig_->rows() > 0) {
-          const Shape& s = options_.shape;
-          dense_ = options_.dense(rig_->rows(), s.columns,
-                                  static_cast<std::int64_t>(s.ranks) * s.depth, s.format);
+          dense_ = options_.dense(rig_->rows(), rig_->dense_columns(), rig_->dense_depth(),
+                                  options_.shape.format);
         }
         if (!options_.dense) problem = "no library GEMM was given";
       } catch (const Error& error) {
@@ -346,10 +483,20 @@ class Bench {
       return;
     }
     if (is_whole(v) && v != BenchVariant::kNccl) {
-      auto op = make_cuda_a2a_gemm(rank_, options_.shape, options_of(options_, v));
-      calls_[v] = std::make_unique<Call>(std::move(op), rig_->operands(), options_.graph, stream_);
+      const Options options = options_of(options_, v);
+      if (options_.mirror) {
+        calls_[v] = call_of(make_cuda_gemm_a2a(rank_, options_.shape, options));
+      } else {
+        calls_[v] = call_of(make_cuda_a2a_gemm(rank_, options_.shape, options));
+      }
     }
     result.timings.push_back({v, {}});
+  }
+
+  template <typename Operator>
+  std::unique_ptr<Call> call_of(std::unique_ptr<Operator> op) const {
+    return std::make_unique<CallOf<Operator>>(std::move(op), rig_->operands(), options_.graph,
+                                              stream_);
   }
 
   int ctas() const { return rank_->sms() - rank_->sms() % kClusterCtas; }
@@ -359,22 +506,32 @@ class Bench {
       call->second->enqueue(stream_);
       return;
     }
-    if (needs_nccl(v)) {
-      nccl_->exchange(rig_->pieces(false), stream_);
-      if (options_.shape.format == Format::kFp8) nccl_->exchange(rig_->pieces(true), stream_);
-    }
+    if (needs_nccl(v) && !options_.mirror) exchange();
     if (needs_dense(v)) {
       if (dense_ != nullptr) rig_->dense(*dense_, stream_);
     } else {
-      rig_->gemm(result.config.band, ctas(), stream_);
+      rig_->gemm(result.config, ctas(), stream_);
+    }
+    if (needs_nccl(v) && options_.mirror) exchange();
+  }
+  void exchange() {
+    for (const bool scales : {false, true}) {
+      const std::vector<NcclPiece> pieces = rig_->pieces(scales);
+      if (!pieces.empty()) nccl_->exchange(pieces, stream_);
     }
   }
 
-  // Every whole variant once into a poisoned result.
+  // Chunks as they come may be added in another order; NCCL leaves the mirror's own part where the
+  // GEMM wrote it.
+  bool same_bits(BenchVariant v) const {
+    return v != BenchVariant::kArrival && !(options_.mirror && v == BenchVariant::kNccl);
+  }
+
+  // Every other whole variant once into a poisoned result.
   void compare(BenchResult& result) {
     std::vector<std::uint16_t> first;
     for (const BenchTiming& timing : result.timings) {
-      if (!is_whole(timing.variant)) continue;
+      if (!is_whole(timing.variant) || !same_bits(timing.variant)) continue;
       PENSTOCK_CUDA_CHECK(cudaMemsetAsync(rig_->out().data(), 0xff, rig_->out().bytes(), stream_));
       PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream_));
       team_->barrier();

@@ -12,14 +12,20 @@
 
 namespace penstock::a2a_gemm {
 
-// Opens a call on one slot: ++*epoch, then waits until every peer that gets rows from this rank has
-// read what it got in the slot's previous call. One CTA.
+// Opens a call on one slot: ++*epoch, zeroes the counters, then waits until every peer that gets
+// rows from this rank has read what it got in the slot's previous call. Only then *open becomes the
+// epoch: whoever writes to peers or announces something in this call looks at it, and does neither
+// while it lags behind. One CTA.
 struct BeginArgs {
   std::uint64_t* epoch = nullptr;           // of the slot, this rank's
+  std::uint64_t* open = nullptr;            // the last epoch of the slot whose wait succeeded
   const std::uint64_t* consumed = nullptr;  // [ranks], kLineBytes apart
   std::uint32_t peers = 0;                  // bit r: rank r gets rows from this rank
   std::int32_t ranks = 1;
   std::int32_t slot = 0;
+  std::int32_t region = kConsumed;    // of `consumed`, for the record
+  std::uint32_t* counters = nullptr;  // [counter_count]
+  std::int32_t counter_count = 0;
   GuardView guard;
 };
 cudaError_t launch_begin_call_sm90(const BeginArgs& args, cudaStream_t stream);
@@ -54,6 +60,7 @@ struct SendArgs {
   // to call, so the grid must stay the same.
   std::uint64_t* done = nullptr;
   const std::uint64_t* epoch = nullptr;
+  const std::uint64_t* open = nullptr;  // BeginArgs::open: not the epoch, nothing is stored
 };
 
 // FP8: stores the scales of all rows that leave into the peers' windows, on at most `ctas` CTAs. No

@@ -21,4 +21,10 @@ inline GemmMaps make_gemm_maps(const Shape& shape, std::int32_t rank, const void
           map(w, ranks * static_cast<std::uint64_t>(shape.columns))};
 }
 
+// The mirror's: x [rows of `rank`, K], w [ranks * N, K].
+inline GemmMaps make_mirror_maps(const Shape& shape, std::int32_t rank, const void* x,
+                                 const void* w) {
+  return make_gemm_maps(shape, rank, x, x, w);
+}
+
 }  // namespace penstock::a2a_gemm

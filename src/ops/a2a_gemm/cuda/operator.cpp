@@ -2,8 +2,9 @@
 //
 // A call is a kernel that opens it (a new epoch; the peers' leave to write), copies on a side
 // stream with a signal behind each, and the GEMM beside them, which waits piece by piece. Sizes are
-// static, so the host enqueues every copy ahead; the signal is an 8-byte copy of the slot's epoch
-// in device memory, so that a graph's replays send new epochs. Each slot counts epochs of its own
+// static, so the host enqueues every copy ahead; the signal is an 8-byte copy of the slot's opened
+// epoch in device memory, so that a graph's replays send new epochs and a call whose slot was not
+// free sends none. Each slot counts epochs of its own
 // and calls take the slots in turn: addresses are then fixed when a graph is captured.
 #include "ops/a2a_gemm/cuda/operator.h"
 
@@ -36,6 +37,7 @@ using cuda::ScopedDevice;
 constexpr std::int32_t kMostCopyCtas = 32;
 // SMs that a rank leaves free where ranks share a GPU: copies inside a GPU may be done by SMs.
 constexpr std::int32_t kSmsForLocalCopies = 2;
+constexpr std::int64_t kShownWaitNs = 200;  // the wall clock ticks in steps of up to 1 us
 constexpr std::size_t kWordsPerLine = kLineBytes / sizeof(std::uint64_t);
 
 struct SideStream : cuda::OwnedStream {
@@ -69,7 +71,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
 
   void run(Stream stream, const Operands& o) override {
     check_operands(o, shape_, rank_, options_.quantise_x);
-    check_alignment(o);
+    check_alignment(o, shape_.format == Format::kFp8 && !options_.quantise_x, "a2a_gemm");
     team_->check();
     const ScopedDevice scope(device_rank_->device());
     auto* on = static_cast<cudaStream_t>(stream.handle);
@@ -95,6 +97,22 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     device_rank_->track(static_cast<cudaStream_t>(stream.handle));
   }
 
+  void collect_timeline() override {
+    if (stamps_.size() == 0) return;
+    const ScopedDevice scope(device_rank_->device());
+    PENSTOCK_CUDA_CHECK(cudaEventSynchronize(side_->last.get()));
+    const std::vector<std::uint64_t> stamps = stamps_.download();
+    add_tiles(stamps);
+    for (std::size_t i = 0; i < trace_arrivals(); ++i) {
+      const std::uint64_t seen = stamps[trace_tiles_words() + i];
+      if (seen == ~std::uint64_t{0}) continue;
+      const auto at = static_cast<std::int64_t>(seen);
+      options_.timeline->add({Activity::kArrival,
+                              static_cast<std::int32_t>(i / index_.shape.row_blocks),
+                              static_cast<std::int32_t>(i % index_.shape.row_blocks), at, at});
+    }
+  }
+
   const Shape& shape() const noexcept override { return shape_; }
   const Config& config() const noexcept override { return config_; }
   const Layout& layout() const noexcept override { return layout_; }
@@ -116,6 +134,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     // Nothing is in flight: every slot is free, whoever stopped short of saying so.
     for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
       cuda::write_device(epoch_word(slot), &floor, sizeof(floor));
+      cuda::write_device(open_word(slot), &floor, sizeof(floor));
       for (int peer = 0; peer < shape_.ranks; ++peer) {
         cuda::write_device(window_->local() + index_.consumed(slot, peer), &floor, sizeof(floor));
       }
@@ -130,6 +149,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   std::uint64_t* epoch_word(std::uint32_t slot) const {
     return words_.data() + slot * kWordsPerLine;
   }
+  std::uint64_t* open_word(std::uint32_t slot) const { return epoch_word(slot) + 1; }
   std::uint64_t* finished_word() const { return words_.data() + kSlots * kWordsPerLine; }
 
   void settle_options() {
@@ -144,33 +164,11 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
           "a2a_gemm on cuda: transport direct stores from the kernel that computes X, and X is "
           "given here; take copy_engine or sm");
     });
-    require(options_.order == ChunkOrder::kRotation, ErrorKind::kUnsupported, [&] {
-      return fmt::format(
-          "a2a_gemm on cuda: arrival order is for cpu: the CTAs of a cluster share W and need one "
-          "order; take ChunkOrder::kRotation");
-    });
-    require(options_.copy_ctas >= 2 && options_.copy_ctas <= kMostCopyCtas &&
-                options_.copy_ctas % 2 == 0,
-            ErrorKind::kInvalidArgument, [&] {
-              return fmt::format("a2a_gemm: copy_ctas is {}; give an even number from 2 to {}",
-                                 options_.copy_ctas, kMostCopyCtas);
-            });
-    int available = 0;
-    const ScopedDevice scope(device_rank_->device());
-    PENSTOCK_CUDA_CHECK(
-        cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, device_rank_->device()));
-    ctas_ = device_rank_->sms();
-    if (device_rank_->sms() < available) ctas_ -= kSmsForLocalCopies;
-    if (sm_copies()) ctas_ -= options_.copy_ctas;
-    ctas_ -= ctas_ % kClusterCtas;
-    require(ctas_ >= kClusterCtas, ErrorKind::kUnsupported, [&] {
-      return fmt::format(
-          "a2a_gemm: rank {} may fill {} SMs, too few for a cluster of {} beside the copies; give "
-          "it more or lower copy_ctas",
-          rank_, device_rank_->sms(), kClusterCtas);
-    });
+    ctas_ = gemm_ctas(*device_rank_, sm_copies() ? options_.copy_ctas : 0, options_.copy_ctas,
+                      "a2a_gemm");
     Machine machine;
     machine.sms = ctas_;
+    machine.shared_gpu = shares_gpu(*device_rank_);
     config_ = choose(shape_, rank_, machine, options_.row_block_rows);
     if (options_.fuse != Fuse::kAuto) config_.fuse = options_.fuse == Fuse::kAlways;
     layout_ = window_layout(shape_, config_.row_block_rows, false);
@@ -199,6 +197,10 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     }
     side_ = std::make_unique<SideStream>();
     device_rank_->prepare(side_->handle);
+    if (options_.timeline != nullptr && my_rows() > 0) {
+      stamps_ = DeviceBuffer<std::uint64_t>(trace_tiles_words() + trace_arrivals());
+      stamps_.fill(0xff);
+    }
 
     GuardView guard = device_rank_->guard_view(op_);
     if (options_.deadline.count() > 0) {
@@ -215,6 +217,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   BeginArgs begin_args(std::uint32_t slot, const GuardView& guard) const {
     BeginArgs args;
     args.epoch = epoch_word(slot);
+    args.open = open_word(slot);
     args.consumed =
         reinterpret_cast<const std::uint64_t*>(window_->local() + index_.consumed(slot, 0));
     for (int peer = 0; peer < shape_.ranks; ++peer) {
@@ -238,6 +241,17 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     args.guard = guard;
     return args;
   }
+  TileGrid grid() const { return tile_grid(my_rows(), shape_.columns, config_.band); }
+  std::size_t trace_tiles_words() const {
+    return static_cast<std::size_t>(grid().tiles() * trace_words(shape_.ranks));
+  }
+  std::size_t trace_arrivals() const {
+    return static_cast<std::size_t>(shape_.ranks) * index_.shape.row_blocks;
+  }
+  TraceView trace() const {
+    if (stamps_.size() == 0) return {};
+    return {stamps_.data(), stamps_.data() + trace_tiles_words()};
+  }
   const std::uint64_t* arrived(std::uint32_t slot) const {
     return reinterpret_cast<const std::uint64_t*>(window_->local() + index_.arrived(slot, 0, 0));
   }
@@ -259,6 +273,8 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     args.arrival_stride = static_cast<std::int64_t>(arrival_stride(index_.shape.row_blocks) / 8);
     args.epoch = epoch_word(slot);
     args.finished = finished_word();
+    args.order = options_.order;
+    args.trace = trace();
     args.guard = guard;
     for (int peer = 0; peer < shape_.ranks; ++peer) {
       if (peer == rank_) continue;
@@ -281,21 +297,8 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     args.slot = static_cast<std::int32_t>(slot);
     args.done = finished_word() + kWordsPerLine;
     args.epoch = epoch_word(slot);
+    args.open = open_word(slot);
     return args;
-  }
-
-  void check_alignment(const Operands& o) const {
-    const auto need = [](const void* pointer, const char* what) {
-      require(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, ErrorKind::kInvalidArgument,
-              [&] {
-                return fmt::format("a2a_gemm: {} is at {}; give device memory aligned to 16 bytes",
-                                   what, pointer);
-              });
-    };
-    need(o.x, "x");
-    need(o.w, "w");
-    need(o.out, "out");
-    if (shape_.format == Format::kFp8 && !options_.quantise_x) need(o.x_scales, "x_scales");
   }
 
   // Into memory of this operator's: calls follow each other, copies included.
@@ -349,7 +352,43 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
     side_->join.hold(on);
   }
 
+  // Of each tile a span, and in it one a chunk and one for each wait that took time.
+  void add_tiles(const std::vector<std::uint64_t>& stamps) const {
+    const TileGrid tiles = grid();
+    const int clusters = ctas_ / kClusterCtas;
+    // The copying thread is a few stages ahead: it wants a tile's rows while the last one ends.
+    std::vector<std::int64_t> ended(static_cast<std::size_t>(clusters), 0);
+    for (std::int32_t linear = 0; linear < tiles.tiles(); ++linear) {
+      const std::uint64_t* word = stamps.data() + linear * trace_words(shape_.ranks);
+      const auto time = [&](int i) {
+        return static_cast<std::int64_t>(
+            i < 2 * shape_.ranks && i % 2 == 0 ? word[i] & ~kTraceSourceMask : word[i]);
+      };
+      const std::int32_t lane = 1 + linear % clusters;
+      const std::int32_t block =
+          tile_place(tiles, linear).cluster_row * kClusterRows / config_.row_block_rows;
+      std::int64_t& last = ended[static_cast<std::size_t>(lane - 1)];
+      const std::int64_t first = std::max(last, time(0));
+      last = time(2 * shape_.ranks);
+      options_.timeline->add({Activity::kTile, -1, linear, first, last, lane});
+      for (int chunk = 0; chunk < shape_.ranks; ++chunk) {
+        const auto source = static_cast<std::int32_t>(word[2 * chunk] & kTraceSourceMask);
+        const std::int64_t wanted = std::max(first, time(2 * chunk));
+        const std::int64_t there = std::max(wanted, time(2 * chunk + 1));
+        const std::int64_t end = std::max(there, time(2 * chunk + 2));
+        if (there - wanted >= kShownWaitNs) {
+          options_.timeline->add({Activity::kWait, source, block, wanted, there, lane});
+        }
+        options_.timeline->add({Activity::kMultiply, source, block, there, end, lane});
+      }
+    }
+  }
+
   void multiply(const Operands& o, std::uint32_t slot, cudaStream_t on) {
+    if (stamps_.size() != 0) {
+      PENSTOCK_CUDA_CHECK(
+          cudaMemsetAsync(trace().arrivals, 0xff, trace_arrivals() * sizeof(std::uint64_t), on));
+    }
     const std::int64_t first = row_offset(shape_, rank_);
     const auto* local = static_cast<const std::byte*>(o.x) + first * shape_.row_bytes();
     Mapped& mapped = mapped_[slot];
@@ -376,7 +415,7 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
                static_cast<std::uint64_t>(piece.rows) * index_.shape.row_bytes, engine);
     // A submission of its own: visible no earlier than the data.
     copy_bytes(base + index_.arrived(slot, rank_, static_cast<std::uint64_t>(piece.row_block)),
-               epoch_word(slot), sizeof(std::uint64_t), engine);
+               open_word(slot), sizeof(std::uint64_t), engine);
   }
 
   // `engine`: both ends lie in this GPU, and the copy asks for the copy engine (plain local copies
@@ -425,9 +464,11 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
   WindowIndex index_;
   std::vector<Piece> pieces_;
   DeviceBuffer<Piece> device_pieces_;
-  // A line each: the slots' epochs, CTAs of the GEMM that have ended; then CTAs done with a piece.
+  // A line each: the slots' epochs and what of them was opened, CTAs of the GEMM that have ended;
+  // then CTAs done with a piece.
   DeviceBuffer<std::uint64_t> words_;
-  DeviceBuffer<std::uint8_t> x_;  // quantise_x: [total rows, depth] E4M3, and its scales
+  DeviceBuffer<std::uint64_t> stamps_;  // Options::timeline: TraceView's tiles, then its arrivals
+  DeviceBuffer<std::uint8_t> x_;        // quantise_x: [total rows, depth] E4M3, and its scales
   DeviceBuffer<float> x_scales_;
   std::array<BeginArgs, kSlots> begin_;
   std::array<WaitArrivedArgs, kSlots> wait_;
@@ -442,6 +483,55 @@ class CudaA2aGemm final : public A2aGemm, public RearmHook {
 
 }  // namespace
 
+bool shares_gpu(const cuda::DeviceRank& rank) {
+  int available = 0;
+  const ScopedDevice scope(rank.device());
+  PENSTOCK_CUDA_CHECK(
+      cudaDeviceGetAttribute(&available, cudaDevAttrMultiProcessorCount, rank.device()));
+  return rank.sms() < available;
+}
+
+std::int32_t gemm_ctas(const cuda::DeviceRank& rank, std::int32_t copy_ctas, std::int32_t asked,
+                       const char* what) {
+  require(asked >= 2 && asked <= kMostCopyCtas && asked % 2 == 0, ErrorKind::kInvalidArgument, [&] {
+    return fmt::format("{}: copy_ctas is {}; give an even number from 2 to {}", what, asked,
+                       kMostCopyCtas);
+  });
+  std::int32_t ctas = rank.sms() - copy_ctas;
+  if (shares_gpu(rank)) ctas -= kSmsForLocalCopies;
+  ctas -= ctas % kClusterCtas;
+  require(ctas >= kClusterCtas, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "{}: this rank may fill {} SMs, too few for a cluster of {} beside the copies; give it "
+        "more or lower copy_ctas",
+        what, rank.sms(), kClusterCtas);
+  });
+  return ctas;
+}
+
+void check_alignment(const Operands& o, bool scales, const char* what) {
+  const auto need = [&](const void* pointer, const char* name) {
+    require(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, ErrorKind::kInvalidArgument, [&] {
+      return fmt::format("{}: {} is at {}; give device memory aligned to 16 bytes", what, name,
+                         pointer);
+    });
+  };
+  need(o.x, "x");
+  need(o.w, "w");
+  need(o.out, "out");
+  if (scales) need(o.x_scales, "x_scales");
+}
+
+int settle_device(Team& team, int device, const char* what) {
+  collectively(team, [&] {
+    const std::string reason = cuda::unavailable_reason();
+    require(reason.empty(), ErrorKind::kUnsupported,
+            [&] { return fmt::format("{}: {}", what, reason); });
+    if (device < 0) PENSTOCK_CUDA_CHECK(cudaGetDevice(&device));
+  });
+  return device;
+}
+
 std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(std::shared_ptr<cuda::DeviceRank> rank,
                                             const Shape& shape, const Options& options) {
   return std::make_unique<CudaA2aGemm>(std::move(rank), shape, options);
@@ -449,12 +539,7 @@ std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(std::shared_ptr<cuda::DeviceRank> ra
 
 std::unique_ptr<A2aGemm> make_cuda_a2a_gemm(TeamHandle team, const Shape& shape,
                                             const Options& options) {
-  int device = options.device;
-  collectively(*team, [&] {
-    const std::string reason = cuda::unavailable_reason();
-    require(reason.empty(), ErrorKind::kUnsupported, [&] { return "a2a_gemm: " + reason; });
-    if (device < 0) PENSTOCK_CUDA_CHECK(cudaGetDevice(&device));
-  });
+  const int device = settle_device(*team, options.device, "a2a_gemm");
   return make_cuda_a2a_gemm(cuda::DeviceRank::create(std::move(team), device), shape, options);
 }
 

@@ -13,6 +13,8 @@ constexpr int kScalesAtOnce = 4;  // 16 bytes: rows and strides are multiples of
 
 __global__ void __launch_bounds__(kThreads)
     push_scales_sm90(const __grid_constant__ SendArgs args, int ranks) {
+  // Only into slots that their readers have left.
+  if (*args.open != *args.epoch) return;
   const std::uint64_t first = blockIdx.x * static_cast<std::uint64_t>(kThreads) + threadIdx.x;
   const std::uint64_t step = gridDim.x * static_cast<std::uint64_t>(kThreads);
   const auto slot = static_cast<std::uint32_t>(args.slot);

@@ -16,20 +16,24 @@ __global__ void __launch_bounds__(kThreads, 1) push_sm90(const __grid_constant__
   const std::uint64_t thread = blockIdx.x * static_cast<std::uint64_t>(kThreads) + threadIdx.x;
   const std::uint64_t threads = gridDim.x * static_cast<std::uint64_t>(kThreads);
   const std::uint64_t epoch = device::load_relaxed<Scope::kDevice>(args.epoch);
+  // In a call that was not opened the pieces are counted, and neither stored nor announced.
+  const bool open = device::load_relaxed<Scope::kDevice>(args.open) == epoch;
   const auto slot = static_cast<std::uint32_t>(args.slot);
   for (int i = 0; i < args.count; ++i) {
     const Piece piece = args.pieces[i];
     const std::int64_t row = args.row_offset[piece.peer] + piece.row;
     const auto to = static_cast<std::uint64_t>(piece.row);
     std::byte* base = args.base[piece.peer];
-    device::put_threads(base + args.index.chunk(slot, args.rank, to),
-                        args.x + row * static_cast<std::int64_t>(args.index.shape.row_bytes),
-                        static_cast<std::uint64_t>(piece.rows) * args.index.shape.row_bytes, thread,
-                        threads);
+    if (open) {
+      device::put_threads(base + args.index.chunk(slot, args.rank, to),
+                          args.x + row * static_cast<std::int64_t>(args.index.shape.row_bytes),
+                          static_cast<std::uint64_t>(piece.rows) * args.index.shape.row_bytes,
+                          thread, threads);
+    }
     __syncthreads();
     if (threadIdx.x != 0) continue;
     ::cuda::atomic_ref<std::uint64_t, ::cuda::thread_scope_device> done(args.done[i]);
-    if ((done.fetch_add(1, ::cuda::memory_order_acq_rel) + 1) % gridDim.x == 0) {
+    if ((done.fetch_add(1, ::cuda::memory_order_acq_rel) + 1) % gridDim.x == 0 && open) {
       device::store_release<Scope::kSystem>(
           reinterpret_cast<std::uint64_t*>(
               base +

@@ -6,15 +6,19 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 
 #include "core/cuda/check.h"
 #include "core/cuda/device_buffer.h"
+#include "core/cuda/stream.h"
 #include "fabric/gpu.h"
-#include "ops/decode_layer/cuda/bench_fill.h"
+#include "ops/decode_layer/cuda/bench_sides.h"
 #include "ops/decode_layer/cuda/chain_sm90.h"
+#include "ops/decode_layer/cuda/inspect.h"
 #include "penstock/core/error.h"
 #include "penstock/numerics/formats.h"
 #include "penstock/ops/decode_layer/decode_layer.h"
@@ -23,23 +27,6 @@ namespace penstock::decode {
 namespace {
 
 using cuda::DeviceBuffer;
-
-double median(std::vector<double> v) {
-  std::sort(v.begin(), v.end());
-  return v[v.size() / 2];
-}
-
-class OwnedStream {
- public:
-  OwnedStream() { PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  ~OwnedStream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 // Replays of what `enqueue` puts into the stream, microseconds.
 std::vector<double> time_graph(cudaStream_t stream, int samples,
@@ -75,44 +62,10 @@ std::vector<double> time_graph(cudaStream_t stream, int samples,
   return us;
 }
 
-// The rows of one point on the device.
-struct Rows {
-  int rows;
-  DeviceBuffer<std::int32_t> offsets, picks, positions;
-  DeviceBuffer<std::int64_t> slots;
-  DeviceBuffer<std::uint16_t> x, out;
-  std::vector<std::uint16_t> x_host;
-
-  Rows(const DecodeBenchOptions& o, int count) : rows(count) {
-    std::mt19937 random(9);
-    std::vector<std::int32_t> offsets_host = {0};
-    std::vector<std::int32_t> picks_host;
-    std::vector<std::int64_t> slots_host;
-    for (int s = 0; s < rows; ++s) {
-      std::vector<std::int32_t> all(static_cast<std::size_t>(o.context));
-      std::iota(all.begin(), all.end(), s * o.context);
-      std::shuffle(all.begin(), all.end(), random);
-      picks_host.insert(picks_host.end(), all.begin(), all.begin() + o.picks);
-      offsets_host.push_back(static_cast<std::int32_t>(picks_host.size()));
-      slots_host.push_back(all[0]);
-    }
-    std::normal_distribution<float> unit;
-    x_host.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(o.shape.hidden));
-    for (auto& v : x_host) v = Bf16::from_float(unit(random)).bits;
-    offsets = DeviceBuffer<std::int32_t>(offsets_host);
-    picks = DeviceBuffer<std::int32_t>(picks_host);
-    positions = DeviceBuffer<std::int32_t>(
-        std::vector<std::int32_t>(static_cast<std::size_t>(rows), o.context - 1));
-    slots = DeviceBuffer<std::int64_t>(slots_host);
-    x = DeviceBuffer<std::uint16_t>(x_host);
-    out = DeviceBuffer<std::uint16_t>(x_host.size());
-  }
-};
-
 // Buffers of the chain of separate kernels.
 class Chain {
  public:
-  Chain(const DecodeBenchOptions& o, const DecodePlan& plan, const Rows& rows) : rows_(rows) {
+  Chain(const DecodeBenchOptions& o, const DecodePlan& plan, const BenchRows& rows) : rows_(rows) {
     const DecodeShape& s = o.shape;
     const auto r = static_cast<std::size_t>(rows.rows);
     const auto heads = static_cast<std::size_t>(plan.heads);
@@ -193,12 +146,23 @@ class Chain {
     return chosen.size();
   }
 
-  // Of the last layer's routing, one a row.
-  std::vector<float> gaps() const {
-    std::vector<float> out;
+  // What the last layer's rows chose.
+  struct Choice {
+    std::vector<int> experts;   // best first
+    std::vector<float> scores;  // [experts]
+    float gap = 0;              // to the best expert not chosen
+  };
+  std::vector<Choice> choices() const {
+    std::vector<Choice> out;
     const std::vector<ChainRouting> all = routing_.download();
+    const std::vector<float> scores = scores_.download();
+    const auto experts = static_cast<std::ptrdiff_t>(base_.plan.experts);
     for (int s = 0; s < rows_.rows; ++s) {
-      out.push_back(all[static_cast<std::size_t>(s / kChainRows)].gap[s % kChainRows]);
+      const ChainRouting& r = all[static_cast<std::size_t>(s / kChainRows)];
+      const std::int32_t* chosen = r.chosen[s % kChainRows];
+      out.push_back({{chosen, chosen + base_.plan.top_k},
+                     {scores.begin() + s * experts, scores.begin() + (s + 1) * experts},
+                     r.gap[s % kChainRows]});
     }
     return out;
   }
@@ -211,7 +175,7 @@ class Chain {
             l.page_stride, l.pick_offsets + row, l.picks};
   }
 
-  const Rows& rows_;
+  const BenchRows& rows_;
   ChainArguments base_{};
   DeviceBuffer<std::uint16_t> n_, c_, c_q_, q_, q_lat_, o_lat_, o_, y_, mid_;
   DeviceBuffer<float> partial_, softmax_, scores_;
@@ -238,6 +202,39 @@ std::vector<double> row_errors(const std::vector<std::uint16_t>& got,
   return errors;
 }
 
+// How a row's routing differs; nothing if both sides chose the same experts.
+std::optional<DecodeFlip> compare_routing(std::span<const float> kernel_scores,
+                                          const Chain::Choice& chain, std::span<const float> bias) {
+  DecodeFlip flip;
+  const std::vector<int> kernel =
+      best_experts(kernel_scores, bias, static_cast<int>(chain.experts.size()));
+  const auto only = [](const std::vector<int>& from, const std::vector<int>& in) {
+    std::vector<int> out;
+    std::copy_if(from.begin(), from.end(), std::back_inserter(out),
+                 [&](int e) { return std::find(in.begin(), in.end(), e) == in.end(); });
+    return out;
+  };
+  flip.kernel = only(kernel, chain.experts);
+  flip.chain = only(chain.experts, kernel);
+  if (flip.kernel.empty()) return std::nullopt;
+  double low = INFINITY;
+  double high = -INFINITY;
+  for (const auto* side : {&flip.kernel, &flip.chain}) {
+    for (const int e : *side) {
+      const auto i = static_cast<std::size_t>(e);
+      const double value = static_cast<double>(kernel_scores[i] + bias[i]);
+      low = std::min(low, value);
+      high = std::max(high, value);
+    }
+  }
+  flip.width = high - low;
+  for (std::size_t i = 0; i < bias.size(); ++i) {
+    const double d = static_cast<double>(kernel_scores[i]) - static_cast<double>(chain.scores[i]);
+    flip.score_error = std::max(flip.score_error, std::abs(d));
+  }
+  return flip;
+}
+
 class GpuDecodeBench final : public DecodeBench {
  public:
   explicit GpuDecodeBench(const DecodeBenchOptions& options) : o_(options) {
@@ -246,42 +243,8 @@ class GpuDecodeBench final : public DecodeBench {
             [&] { return "decode_layer on a GPU: " + refusal; });
     cuda::require_sm90(o_.device);
     PENSTOCK_CUDA_CHECK(cudaSetDevice(o_.device));
-    const DecodeShape& shape = o_.shape;
-    validate(shape);
-    require(!shape.dense && shape.kv_format == KvFormat::kFp8Scaled, ErrorKind::kUnsupported, [] {
-      return std::string("the decode benchmark runs MoE layers over cache rows of 656 bytes");
-    });
-    require(
-        o_.layers >= 2 && o_.sets >= 1 && o_.samples >= 1 && o_.picks >= 1 &&
-            o_.picks <= kMaxPicks && o_.picks <= o_.context && o_.context % kPageTokens == 0,
-        ErrorKind::kInvalidArgument, [&] {
-          return fmt::format(
-              "decode benchmark: {} layers, {} sets, {} samples, {} picks of a context of {}: at "
-              "least 2 layers, 1 set and sample, picks from 1 to {} and to the context, which is "
-              "a multiple of {}",
-              o_.layers, o_.sets, o_.samples, o_.picks, o_.context, kMaxPicks, kPageTokens);
-        });
-    const std::int64_t slots = static_cast<std::int64_t>(o_.context) * shape.rows;
-    const std::int64_t bytes = weight_layout(shape).bytes;
-    std::size_t free = 0;
-    std::size_t total = 0;
-    PENSTOCK_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    const std::int64_t needed = o_.sets * (bytes + slots / kPageTokens * kPageStride);
-    require(needed < static_cast<std::int64_t>(free), ErrorKind::kResourceExhausted, [&] {
-      return fmt::format(
-          "decode benchmark: {} sets of weights and caches take {} MB, the GPU has {}: "
-          "use fewer --sets",
-          o_.sets, needed >> 20, free >> 20);
-    });
-    for (int i = 0; i < o_.sets; ++i) {
-      weights_.emplace_back(static_cast<std::size_t>(bytes));
-      caches_.emplace_back(static_cast<std::size_t>(slots / kPageTokens * kPageStride));
-      PENSTOCK_CUDA_CHECK(fill_decode_weights(shape, weights_.back().data(),
-                                              1000U * static_cast<unsigned>(i + 1), nullptr));
-      PENSTOCK_CUDA_CHECK(fill_decode_cache(caches_.back().data(), slots, kPageStride,
-                                            5U + static_cast<unsigned>(i), nullptr));
-    }
-    PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+    validate_bench(o_);
+    sets_ = BenchSets(o_);
   }
 
   DecodeBenchPoint run(int count) override {
@@ -296,22 +259,13 @@ class GpuDecodeBench final : public DecodeBench {
     how.sm_budget = o_.sm_budget;
     how.timeline = o_.timeline;
     DecodeLayer op(shape, how);
-    const Rows rows(o_, count);
-    std::vector<LayerBinding> layers;
-    for (int i = 0; i < o_.layers; ++i) {
-      const auto set = static_cast<std::size_t>(i % o_.sets);
-      layers.push_back({weights_[set].data(), caches_[set].data(), kPageStride, rows.offsets.data(),
-                        rows.picks.data()});
-    }
+    const BenchRows rows(o_, count);
+    const std::vector<LayerBinding> layers = sets_.bindings(o_, rows);
     op.set_layers(layers);
-    const OwnedStream stream;
+    const cuda::OwnedStream stream;
     const auto step = [&](int first) {
       return DecodeStep{count, first == 0 ? rows.x.data() : rows.out.data(), rows.out.data(),
                         rows.positions.data(), rows.slots.data()};
-    };
-    const auto done = [&] {
-      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
-      op.check();
     };
 
     DecodeBenchPoint point;
@@ -324,63 +278,94 @@ class GpuDecodeBench final : public DecodeBench {
     Chain chain(o_, plan, rows);
     const auto reset = [&] {
       PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(chain.x.data(), rows.x.data(), rows.x.bytes(),
-                                          cudaMemcpyDeviceToDevice, stream.get()));
+                                          cudaMemcpyDeviceToDevice, stream.handle));
     };
     reset();
     for (int i = 0; i < o_.layers; ++i) {
-      chain.run(stream.get(), layers, i, 1);
-      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
+      chain.run(stream.handle, layers, i, 1);
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream.handle));
       point.distinct_experts += static_cast<double>(chain.distinct()) / o_.layers;
     }
-    const WeightLayout w = weight_layout(shape);
-    const double expert = static_cast<double>(w.norm_input - w.up_gate) / (shape.experts + 1);
-    point.bytes = static_cast<double>(w.up_gate) + expert * (1.0 + point.distinct_experts) +
-                  static_cast<double>(kv_row_bytes(shape.kv_format)) * o_.picks * count;
+    point.bytes = bench_bytes(o_, count, point.distinct_experts);
 
-    if (o_.check) {
-      point.check_error = 0;
-      for (int i = 0; i < std::min(o_.sets, o_.layers); ++i) {
-        reset();
-        chain.run(stream.get(), layers, i, 1);
-        op.run(Stream{stream.get()}, step(0), i, 1);
-        done();
-        const std::vector<double> errors =
-            row_errors(rows.out.download(), chain.x.download(), count);
-        const std::vector<float> gaps = chain.gaps();
-        for (std::size_t row = 0; row < errors.size(); ++row) {
-          if (errors[row] > kCheckBound && static_cast<double>(gaps[row]) < kNearTie) {
-            ++point.near_ties;
-          } else {
-            point.check_error = std::max(point.check_error, errors[row]);
-          }
-        }
-      }
-    }
+    if (o_.check) check_rows(op, chain, rows, layers, stream.handle, point);
 
     const auto per_layer = [&](std::vector<double> us) {
       for (double& t : us) t /= o_.layers;
       return us;
     };
-    point.single_us = per_layer(time_graph(stream.get(), o_.samples, [&] {
-      for (int i = 0; i < o_.layers; ++i) op.run(Stream{stream.get()}, step(i), i, 1);
+    point.single_us = per_layer(time_graph(stream.handle, o_.samples, [&] {
+      for (int i = 0; i < o_.layers; ++i) op.run(Stream{stream.handle}, step(i), i, 1);
     }));
     op.check();
     point.fused_us = per_layer(time_graph(
-        stream.get(), o_.samples, [&] { op.run(Stream{stream.get()}, step(0), 0, o_.layers); }));
+        stream.handle, o_.samples, [&] { op.run(Stream{stream.handle}, step(0), 0, o_.layers); }));
     op.check();
     if (o_.chain) {
       point.chain_launches = kChainLaunches * chain.groups();
       reset();
       point.chain_us = per_layer(time_graph(
-          stream.get(), o_.samples, [&] { chain.run(stream.get(), layers, 0, o_.layers); }));
+          stream.handle, o_.samples, [&] { chain.run(stream.handle, layers, 0, o_.layers); }));
     }
     if (o_.timeline) read_timeline(op, point);
     return point;
   }
 
  private:
-  static constexpr std::int64_t kPageStride =
-      kPageTokens * static_cast<std::int64_t>(kv_row_bytes(KvFormat::kFp8Scaled));
+  // Every row of the kernel against the chain's, one layer of each set. `op` has not run yet.
+  void check_rows(DecodeLayer& op, Chain& chain, const BenchRows& rows,
+                  std::span<const LayerBinding> layers, cudaStream_t stream,
+                  DecodeBenchPoint& point) const {
+    const DecodeShape& shape = o_.shape;
+    const int launches = op.launches(rows.rows);
+    const auto experts = static_cast<std::size_t>(shape.experts);
+    point.check_error = 0;
+    point.narrowest_gap = INFINITY;
+    for (int set = 0; set < std::min(o_.sets, o_.layers); ++set) {
+      PENSTOCK_CUDA_CHECK(cudaMemcpyAsync(chain.x.data(), rows.x.data(), rows.x.bytes(),
+                                          cudaMemcpyDeviceToDevice, stream));
+      chain.run(stream, layers, set, 1);
+      op.run(Stream{stream},
+             {rows.rows, rows.x.data(), rows.out.data(), rows.positions.data(), rows.slots.data()},
+             set, 1);
+      PENSTOCK_CUDA_CHECK(cudaStreamSynchronize(stream));
+      op.check();
+      const std::vector<float> bias = sets_.bias(shape, static_cast<std::size_t>(set));
+      const std::vector<double> errors =
+          row_errors(rows.out.download(), chain.x.download(), rows.rows);
+      const std::vector<Chain::Choice> choices = chain.choices();
+      for (int launch = 0; launch < launches; ++launch) {
+        const int first = launch * op.rows_per_launch();
+        const int count = std::min(op.rows_per_launch(), rows.rows - first);
+        // The mailboxes' two halves hold the last two launches.
+        const bool readable = launch >= launches - 2;
+        std::vector<float> scores;
+        if (readable) scores = read_scores(op, shape, count, (set * launches + launch) % 2);
+        for (int i = 0; i < count; ++i) {
+          const auto row = static_cast<std::size_t>(first + i);
+          const Chain::Choice& choice = choices[row];
+          point.narrowest_gap = std::min(point.narrowest_gap, static_cast<double>(choice.gap));
+          bool near_tie = false;
+          if (readable) {
+            std::optional<DecodeFlip> flip = compare_routing(
+                std::span(scores).subspan(static_cast<std::size_t>(i) * experts, experts), choice,
+                bias);
+            if (flip) {
+              flip->set = set;
+              flip->row = first + i;
+              flip->error = errors[row];
+              near_tie = flip->width < kNearTie;
+              point.flips.push_back(*flip);
+            }
+          } else {
+            near_tie = errors[row] > kCheckBound && static_cast<double>(choice.gap) < kNearTie;
+          }
+          point.near_ties += near_tie ? 1 : 0;
+          if (!near_tie) point.check_error = std::max(point.check_error, errors[row]);
+        }
+      }
+    }
+  }
 
   // Of the last run: all layers in one launch.
   void read_timeline(const DecodeLayer& op, DecodeBenchPoint& point) const {
@@ -414,12 +399,13 @@ class GpuDecodeBench final : public DecodeBench {
   }
 
   DecodeBenchOptions o_;
-  std::vector<DeviceBuffer<std::uint8_t>> weights_, caches_;
+  BenchSets sets_;
 };
 
 }  // namespace
 
 std::unique_ptr<DecodeBench> make_gpu_decode_bench(const DecodeBenchOptions& options) {
+  if (options.gpus > 1) return make_group_decode_bench(options);
   return std::make_unique<GpuDecodeBench>(options);
 }
 

@@ -54,6 +54,7 @@ struct DecodeLayer::State {
   DecodeOptions options;
   std::vector<DecodePlan> plans;  // [rows - 1]
   int per_launch = 1;
+  int present = 1;
   DecodeArguments arguments{};
   LayerArguments* table = nullptr;
   int layers = 0;
@@ -80,8 +81,18 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   const DeviceLimits limits = device_limits(options);
   PENSTOCK_CUDA_CHECK(cudaSetDevice(options.device));
   s.per_launch = decode::rows_per_launch(shape, limits.sms, limits.smem);
+  s.present = options.present == 0 ? shape.ranks : options.present;
+  require(s.present > shape.rank && s.present <= shape.ranks &&
+              !(options.self_loop && options.present != 0),
+          ErrorKind::kInvalidArgument, [&] {
+            return fmt::format(
+                "decode_layer: {} ranks present: rank {} of {} must be one of them, and self_loop "
+                "is for a rank without any",
+                options.present, shape.rank, shape.ranks);
+          });
   for (int rows = 1; rows <= s.per_launch; ++rows) {
     s.plans.push_back(make_plan(shape, limits.sms, limits.smem, rows));
+    s.plans.back().ranks = s.present;  // the kernel's all-reduces; shards and window are shape's
   }
   const DecodePlan& plan = s.plans[0];
   DecodeArguments& a = s.arguments;
@@ -105,7 +116,7 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   PENSTOCK_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&s.fault), sizeof(FaultRecord),
                                     cudaHostAllocMapped | cudaHostAllocPortable));
   PENSTOCK_CUDA_CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&a.fault), s.fault, 0));
-  if (shape.ranks == 1 || options.self_loop) {
+  if (s.present == 1 || options.self_loop) {
     std::fill(std::begin(a.peers), std::end(a.peers), a.window);
     s.connected = true;
   }
@@ -129,13 +140,13 @@ void* DecodeLayer::window() const noexcept { return state_->arguments.window; }
 void DecodeLayer::connect(std::span<void* const> windows) {
   State& s = *state_;
   require(
-      windows.size() == static_cast<std::size_t>(s.shape.ranks) &&
+      windows.size() == static_cast<std::size_t>(s.present) &&
           windows[static_cast<std::size_t>(s.shape.rank)] == s.arguments.window,
       ErrorKind::kInvalidArgument, [&] {
         return fmt::format(
             "decode_layer: connect() got {} windows; it takes those of all {} ranks, at place {} "
             "this rank's own",
-            windows.size(), s.shape.ranks, s.shape.rank);
+            windows.size(), s.present, s.shape.rank);
       });
   for (std::size_t i = 0; i < windows.size(); ++i) {
     s.arguments.peers[i] = static_cast<std::uint8_t*>(windows[i]);
@@ -201,7 +212,7 @@ void DecodeLayer::run(Stream stream, const DecodeStep& step, int first, int coun
           ErrorKind::kInvalidArgument,
           [] { return std::string("decode_layer: a null pointer among x, positions, slots"); });
   require(s.connected, ErrorKind::kInvalidArgument, [&] {
-    return fmt::format("decode_layer: {} ranks but connect() was not called", s.shape.ranks);
+    return fmt::format("decode_layer: {} ranks but connect() was not called", s.present);
   });
   DecodeArguments a = s.arguments;
   a.layer = s.table + first;

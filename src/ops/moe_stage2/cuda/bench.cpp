@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <span>
 
@@ -225,7 +226,7 @@ class LocalStages {
     in.top_k = shape_.top_k;
     in.reserved = worst_rows_per_pair(shape_);
     in.tile_capacity = o.tiles;
-    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), nullptr, 0, on));
+    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), {}, on));
   }
   void gemm(cudaStream_t on) {
     const Operands o = rig_.operands();
@@ -332,6 +333,16 @@ class Call {
   cudaGraphExec_t graph_ = nullptr;
 };
 
+// A random order that is the same on every rank: none always runs behind the same one, behind whose
+// light load the GPU's clock may be higher.
+std::vector<std::size_t> order_of_round(std::size_t count, int round) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(round));
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  for (std::size_t i = count; i > 1; --i) std::swap(order[i - 1], order[random() % i]);
+  return order;
+}
+
 bool is_call(StageVariant v) { return v <= StageVariant::kNccl; }
 
 Options options_of(const StageBenchOptions& bench, StageVariant v) {
@@ -355,6 +366,7 @@ class Bench {
         aligner_(rank_),
         scrub_(kScrubBytes) {
     PENSTOCK_CUDA_CHECK(load_grouped_gemm_sm90());
+    PENSTOCK_CUDA_CHECK(load_combine_sm90());
     PENSTOCK_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     rank_->prepare(stream_);
   }
@@ -481,10 +493,8 @@ class Bench {
     const OwnedEvent stop{cudaEventDefault};
     const std::size_t count = result.timings.size();
     for (int round = -options_.warmup; round < options_.rounds; ++round) {
-      // Another variant starts each round: none always runs behind the same one.
-      const std::size_t shift = static_cast<std::size_t>(round + options_.warmup) % count;
-      for (std::size_t i = 0; i < count; ++i) {
-        StageTiming& timing = result.timings[(i + shift) % count];
+      for (const std::size_t variant : order_of_round(count, round + options_.warmup)) {
+        StageTiming& timing = result.timings[variant];
         team_->barrier();
         PENSTOCK_CUDA_CHECK(cudaMemsetAsync(scrub_.data(), round & 0xff, scrub_.bytes(), stream_));
         aligner_.align(stream_);

@@ -38,6 +38,13 @@ cudaError_t launch_chained(void (*kernel)(Parameters...), const LaunchPlace& pla
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Lets the next launch of the stream begin, if it is a chained one, as soon as every thread block
+// of this kernel has said so or ended. What it may touch before its own wait_for_previous() is what
+// was complete before this call.
+__device__ __forceinline__ void let_next_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 #endif
 
 }  // namespace penstock::moe_stage2

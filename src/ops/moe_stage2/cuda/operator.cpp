@@ -32,8 +32,6 @@ using cuda::DeviceBuffer;
 using cuda::OwnedEvent;
 using cuda::ScopedDevice;
 
-constexpr int kMostCopyCtas = 16;
-
 bool aligned(const void* pointer, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
@@ -169,15 +167,21 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     if (options_.choose_transport) {
       options_.transport = choose_transport(cuda::gpu_state(device_rank_->device()).name, shape_);
     }
-    const bool beside = options_.transport == TransportKind::kSm && options_.fuse;
-    gemm_ctas_ = device_rank_->sms() - (beside ? options_.copy_ctas : 0);
-    gemm_ctas_ -= gemm_ctas_ % 2;
-    require(!beside || (options_.copy_ctas >= 2 && options_.copy_ctas <= kMostCopyCtas &&
+    const bool copies = options_.transport == TransportKind::kSm && options_.fuse;
+    require(!copies || (options_.copy_ctas >= 0 && options_.copy_ctas <= kMostCopyCtas &&
                         options_.copy_ctas % 2 == 0),
             ErrorKind::kInvalidArgument, [&] {
-              return fmt::format("moe_stage2: {} copy CTAs; give an even number from 2 to {}",
-                                 options_.copy_ctas, kMostCopyCtas);
+              return fmt::format(
+                  "moe_stage2: {} copy CTAs; give an even number from 2 to {}, or 0 to choose",
+                  options_.copy_ctas, kMostCopyCtas);
             });
+    if (options_.copy_ctas == 0) {
+      options_.copy_ctas =
+          std::min(choose_copy_ctas(shape_), std::max(2, device_rank_->sms() / 8 * 2));
+    }
+    const bool beside = copies && shape_.ranks > 1;
+    gemm_ctas_ = device_rank_->sms() - (beside ? options_.copy_ctas : 0);
+    gemm_ctas_ -= gemm_ctas_ % 2;
     require(gemm_ctas_ >= 2, ErrorKind::kUnsupported, [&] {
       return fmt::format(
           "moe_stage2: rank {} may use {} SMs, {} of them to copy; the GEMM needs two", rank_,
@@ -202,7 +206,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     if (options_.transport == TransportKind::kCopyEngine) {
       engine_ = std::make_unique<cuda::DeviceCopyEngine>(device_rank_, window_);
     }
-    if (options_.transport == TransportKind::kSm && options_.fuse) {
+    if (options_.transport == TransportKind::kSm && options_.fuse && shape_.ranks > 1) {
       side_ = std::make_unique<SideStream>();
       device_rank_->prepare(side_->handle);
     }
@@ -333,8 +337,13 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     in.top_k = shape_.top_k;
     in.reserved = reserved_rows(shape_);
     in.tile_capacity = o.tiles;
-    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), counters_.data(),
-                                         (o.tiles + chunk - 1) / chunk, on));
+    PlanExtras extras;
+    extras.chunk_counters = counters_.data();
+    extras.counters = (o.tiles + chunk - 1) / chunk;
+    extras.inverse = inverse_.data();
+    extras.slots = o.tokens * shape_.top_k;
+    extras.rank = rank_;
+    PENSTOCK_CUDA_CHECK(launch_plan_sm90(in, plan_, scratch_.data(), extras, on));
 
     TablesArgs tables;
     tables.guard = post_.guard;
@@ -343,8 +352,6 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     tables.state = state_.data();
     tables.report = report();
     tables.plan = plan_;
-    tables.inverse = inverse_.data();
-    tables.slots = o.tokens * shape_.top_k;
     PENSTOCK_CUDA_CHECK(launch_tables_sm90(tables, where_, on));
 
     ShipArgs ship;
@@ -363,7 +370,9 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     if (beside) {
       side_->order(side_->handle, on);
     } else if (options_.transport == TransportKind::kSm) {
-      PENSTOCK_CUDA_CHECK(launch_ship_sm90(ship, where_.sms - where_.sms % 2, false, on));
+      if (shape_.ranks > 1) {
+        PENSTOCK_CUDA_CHECK(launch_ship_sm90(ship, where_.sms - where_.sms % 2, false, on));
+      }
     } else if (!fused) {
       PENSTOCK_CUDA_CHECK(launch_post_all_sm90(ship, on));
     }
@@ -406,7 +415,6 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     invert.window = window_->local();
     invert.state = state_.data();
     invert.report = report();
-    invert.plan = plan_;
     invert.inverse = inverse_.data();
     invert.slots = o.tokens * shape_.top_k;
     invert.ranks = shape_.ranks;

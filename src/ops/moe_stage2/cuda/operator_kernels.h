@@ -60,15 +60,12 @@ struct TablesArgs {
   CallState* state = nullptr;
   CallReport* report = nullptr;  // pinned
   PlanOutputs plan;
-  RowPlace* inverse = nullptr;  // [slots] cleared to "nowhere"
-  std::int64_t slots = 0;
 };
 
 // Begins a call: counts the epoch, clears the plan's fault word for the next, tells peers that the
 // call before is consumed, waits until each has consumed what this call overwrites (two calls ago;
-// one call ago if rows spill), sends row tables. One CTA a peer, a few more that clear the inverse
-// table. A plan that is at fault, or a wait that fails, sets `stop` and tile_count to 0. May be
-// captured.
+// one call ago if rows spill), sends row tables. A few CTAs a peer. A plan that is at fault, or a
+// wait that fails, sets `stop` and tile_count to 0. May be captured.
 cudaError_t launch_tables_sm90(const TablesArgs& args, const Residency& where, cudaStream_t stream);
 
 // ---- copy CTAs, and what is posted at the end ---------------------------------------------------
@@ -98,15 +95,14 @@ struct InvertArgs {
   const std::byte* window = nullptr;  // own
   CallState* state = nullptr;
   CallReport* report = nullptr;
-  PlanOutputs plan;             // this rank's own rows are inverted from it
   RowPlace* inverse = nullptr;  // [slots]
   std::int64_t slots = 0;
   std::int32_t ranks = 0;
   std::int32_t rank = -1;
 };
 
-// Waits for each peer's row table and inverts it: inverse[slot] = where its row is. May be
-// captured.
+// Waits for each peer's row table and inverts it: inverse[slot] = where its row is. The own rows'
+// places are there, from the plan; a rank without peers launches nothing. May be captured.
 cudaError_t launch_invert_sm90(const InvertArgs& args, const Residency& where, cudaStream_t stream);
 
 struct ArrivalsArgs {

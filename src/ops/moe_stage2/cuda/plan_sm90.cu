@@ -24,8 +24,7 @@ __device__ int destination_of(const PlanInputs& in, const PlanOutputs& out, RowO
 
 // One tile an iteration, a thread a row.
 __global__ void __launch_bounds__(kThreads)
-    plan_count_sm90(PlanInputs in, PlanOutputs out, std::int32_t* counts,
-                    std::uint32_t* chunk_counters, std::int64_t counters) {
+    plan_count_sm90(PlanInputs in, PlanOutputs out, std::int32_t* counts, PlanExtras extras) {
   __shared__ std::int32_t first_tile[kMaxExpertsPerRank + 1];
   __shared__ std::int32_t warp_counts[kWarpsPerTile][kMaxRanks];
   const int lane = threadIdx.x % 32;
@@ -48,10 +47,12 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0)
       first_tile[in.experts] = static_cast<std::int32_t>(before < 0x7fffffff ? before : 0x7fffffff);
   }
-  for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(kThreads) + threadIdx.x;
-       i < counters; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    chunk_counters[i * kCounterStride] = 0;
+  const std::int64_t thread = blockIdx.x * static_cast<std::int64_t>(kThreads) + threadIdx.x;
+  const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t i = thread; i < extras.counters; i += threads) {
+    extras.chunk_counters[i * kCounterStride] = 0;
   }
+  for (std::int64_t i = thread; i < extras.slots; i += threads) extras.inverse[i] = RowPlace{};
   __syncthreads();
   const int tiles = first_tile[in.experts];
   const bool fits = tiles <= in.tile_capacity;
@@ -99,10 +100,11 @@ __global__ void __launch_bounds__(kThreads)
 
 // Each CTA takes a run of consecutive tiles and sums the counts of all tiles before it.
 __global__ void __launch_bounds__(kThreads)
-    plan_place_sm90(PlanInputs in, PlanOutputs out, const std::int32_t* counts) {
+    plan_place_sm90(PlanInputs in, PlanOutputs out, const std::int32_t* counts, PlanExtras extras) {
   __shared__ std::int32_t partial[kWarpsPerTile][kMaxRanks];
   __shared__ std::int32_t base[kMaxRanks];
   wait_for_previous();
+  let_next_begin();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int tiles = *out.tile_count;
@@ -147,8 +149,15 @@ __global__ void __launch_bounds__(kThreads)
       for (int w = 0; w < warp; ++w) rank += partial[w][destination];
       if (rank < out.row_table_stride) {
         place = place_of(destination, rank, in.reserved);
-        out.row_table[destination * out.row_table_stride + rank] =
-            slot_index(origin.token, origin.slot, in.top_k);
+        const std::int32_t entry = slot_index(origin.token, origin.slot, in.top_k);
+        out.row_table[destination * out.row_table_stride + rank] = entry;
+        if (destination == extras.rank) {
+          if (entry < extras.slots) {
+            extras.inverse[entry] = place;
+          } else {
+            atomicOr(out.fault, kPlanBadOrigin);
+          }
+        }
       } else {
         atomicOr(out.fault, kPlanTableOverflow);
       }
@@ -168,15 +177,19 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t launch_plan_sm90(const PlanInputs& in, const PlanOutputs& out, std::int32_t* scratch,
-                             std::uint32_t* chunk_counters, std::int64_t counters,
-                             cudaStream_t stream) {
+                             const PlanExtras& extras, cudaStream_t stream) {
   constexpr std::int64_t kMostCtas = 132 * 8;
+  PlanExtras some = extras;
+  if (some.chunk_counters == nullptr) some.counters = 0;
+  if (some.inverse == nullptr) {
+    some.slots = 0;
+    some.rank = -1;
+  }
   const auto ctas = static_cast<unsigned>(
       in.tile_capacity < 1 ? 1 : (in.tile_capacity < kMostCtas ? in.tile_capacity : kMostCtas));
-  plan_count_sm90<<<ctas, kThreads, 0, stream>>>(in, out, scratch, chunk_counters,
-                                                 chunk_counters == nullptr ? 0 : counters);
+  plan_count_sm90<<<ctas, kThreads, 0, stream>>>(in, out, scratch, some);
   if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return status;
-  return launch_chained(plan_place_sm90, {dim3(ctas), kThreads, 0, stream}, in, out, scratch);
+  return launch_chained(plan_place_sm90, {dim3(ctas), kThreads, 0, stream}, in, out, scratch, some);
 }
 
 }  // namespace penstock::moe_stage2

@@ -38,30 +38,17 @@ __device__ __forceinline__ PutDescriptor chunk_put(const ChunkPost& post, std::u
   return put;
 }
 
-// Tells every peer that all rows of this call are there or on their way before this signal. Called
-// by one thread, after everything that it announces is ordered before it.
-__device__ __forceinline__ void announce_rows(const ChunkPost& post, const device::Guard& guard,
-                                              std::uint64_t epoch) {
+// Stores the signal that all rows of this call are there at every peer. Called by one thread, after
+// everything that it announces is ordered before it.
+__device__ __forceinline__ void announce_rows(const ChunkPost& post, std::uint64_t epoch) {
   if (*post.stop != 0) return;
   const std::uint64_t word = post.index.arrived(parity_of(epoch), post.rank);
 #pragma unroll 1
   for (int step = 1; step < post.ranks; ++step) {
-    const int peer = peer_after(post, step);
-    if (post.kind == PostKind::kCopyEngine) {
-      PutDescriptor put;
-      put.peer = peer;
-      put.signal_offset = word;
-      put.signal_epoch = epoch;
-      if (device::post(post.ring, put, guard, {peer, kStagePost, kArrived, 0}) !=
-          WaitStatus::kArrived) {
-        return;
-      }
-    } else {
-      device::store_release<device::Scope::kSystem>(
-          reinterpret_cast<std::uint64_t*>(post.window.bases[peer] + post.window.mapping_offset +
-                                           word),
-          epoch);
-    }
+    device::store_release<device::Scope::kSystem>(
+        reinterpret_cast<std::uint64_t*>(post.window.bases[peer_after(post, step)] +
+                                         post.window.mapping_offset + word),
+        epoch);
   }
 }
 
@@ -76,39 +63,68 @@ __device__ __forceinline__ bool count_tile(std::uint32_t* counter, std::uint32_t
   return true;
 }
 
+// Counts a posted chunk; true for the last one of the call.
+__device__ __forceinline__ bool last_chunk(const ChunkPost& post, int chunks) {
+  ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_system> done(*post.chunks_done);
+  return done.fetch_add(1, ::cuda::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(chunks);
+}
+
+// Transport copy_engine: the rows of tiles [first, last) as one put a peer, and behind the last of
+// `chunks` chunks the signals. Both pass through one call of post_many: the code is part of the
+// GEMM's, whose loops share the instruction cache with it.
+__device__ __forceinline__ void post_to_engine(const ChunkPost& post, std::uint64_t epoch,
+                                               int first, int last, int chunks) {
+  const device::Guard guard(post.guard);
+  const std::uint32_t slot = parity_of(epoch);
+  bool signals = chunks == 0;
+#pragma unroll 1
+  while (true) {
+    // Bit s: something for the peer s steps on.
+    unsigned steps = 0;
+#pragma unroll 1
+    for (int step = 1; step < post.ranks; ++step) {
+      if (signals || chunk_put(post, slot, peer_after(post, step), first, last).bytes != 0) {
+        steps |= 1u << step;
+      }
+    }
+    unsigned left = steps;
+    const auto next = [&](int) {  // called for 0, 1, ... in order
+      const int peer = peer_after(post, __ffs(static_cast<int>(left)) - 1);
+      left &= left - 1;
+      if (!signals) return chunk_put(post, slot, peer, first, last);
+      PutDescriptor put;
+      put.peer = peer;
+      put.signal_offset = post.index.arrived(slot, post.rank);
+      put.signal_epoch = epoch;
+      return put;
+    };
+    if (signals && *post.stop != 0) return;
+    if (steps != 0 &&
+        device::post_many(post.ring, __popc(steps), next, guard,
+                          {post.rank, kStagePost, kSend, first}) != WaitStatus::kArrived) {
+      return;  // the chunk is never counted, so nobody is told that everything is there
+    }
+    // Positions are claimed in order: the signals stand behind all chunks' rows.
+    if (signals || !last_chunk(post, chunks)) return;
+    signals = true;
+  }
+}
+
 // Called by the one thread whose addition completed the chunk of tiles [first, last)
-// (count_tile), so all rows of the chunk are ordered before this call. `chunks` is the
-// number of chunks of the call.
+// (count_tile), so all rows of the chunk are ordered before this call. `chunks` is the number of
+// chunks of the call; 0 for a rank without a single tile, whose launch calls it once.
 __device__ __forceinline__ void chunk_completed(const ChunkPost& post, int first, int last,
                                                 int chunks) {
   if (post.kind == PostKind::kNone) return;
-  const device::Guard guard(post.guard);
   const std::uint64_t epoch = device::load_relaxed<device::Scope::kDevice>(post.epoch);
   if (post.kind == PostKind::kCopyEngine) {
-#pragma unroll 1
-    for (int step = 1; step < post.ranks; ++step) {
-      const int peer = peer_after(post, step);
-      const PutDescriptor put = chunk_put(post, parity_of(epoch), peer, first, last);
-      if (put.bytes == 0) continue;
-      if (device::post(post.ring, put, guard, {peer, kStagePost, kSend, first}) !=
-          WaitStatus::kArrived) {
-        return;  // the chunk is never counted, so nobody is told that everything is there
-      }
-    }
-  }
-  // Descriptors are claimed in order: the signals of whoever completes the last chunk stand behind
-  // all chunks' rows.
-  ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_system> done(*post.chunks_done);
-  if (done.fetch_add(1, ::cuda::memory_order_acq_rel) + 1 == static_cast<std::uint32_t>(chunks)) {
-    announce_rows(post, guard, epoch);
+    post_to_engine(post, epoch, first, last, chunks);
+  } else if (chunks == 0 || last_chunk(post, chunks)) {
+    announce_rows(post, epoch);
   }
 }
 
 // For a rank without a single tile: called by one thread of the launch.
-__device__ __forceinline__ void no_chunks(const ChunkPost& post) {
-  if (post.kind == PostKind::kNone) return;
-  const device::Guard guard(post.guard);
-  announce_rows(post, guard, device::load_relaxed<device::Scope::kDevice>(post.epoch));
-}
+__device__ __forceinline__ void no_chunks(const ChunkPost& post) { chunk_completed(post, 0, 0, 0); }
 
 }  // namespace penstock::moe_stage2

@@ -57,7 +57,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   ::cuda::atomic_ref<std::uint32_t, ::cuda::thread_scope_system> arrivals(a.state->copy_arrivals);
   if (arrivals.fetch_add(1, ::cuda::memory_order_acq_rel) + 1 != gridDim.x) return;
   arrivals.store(0, ::cuda::memory_order_relaxed);  // for the next launch, which comes behind
-  announce_rows(a.post, guard, epoch);
+  announce_rows(a.post, epoch);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@ namespace penstock::moe_stage2 {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kClearers = 8;
 constexpr int kMostParts =
     8;  // CTAs that share one peer's table: one CTA stores 45 GB/s over NVLink
 
@@ -112,28 +111,23 @@ __device__ void begin_peer(const TablesArgs& a, std::uint64_t epoch, int peer, i
                                                 epoch);
 }
 
-// CTAs 0 to ranks * parts - 1 are peers' parts.
+// A CTA is a peer's part; a rank without peers has one that does nothing but publish.
 __global__ void __launch_bounds__(kThreads)
     tables_sm90(const __grid_constant__ TablesArgs a, const int parts) {
   wait_for_previous();
-  const int ranks = a.window.ranks;
   const std::uint64_t epoch = a.state->epoch + 1;
   const std::int32_t fault = *a.plan.fault;
   // Rows for each destination.
   const std::int32_t* totals =
       a.plan.prefix + static_cast<std::int64_t>(*a.plan.tile_count) * kMaxRanks;
   const int index = static_cast<int>(blockIdx.x);
-  const int clearer = index - ranks * parts;
-  if (clearer >= 0) {
-    for (std::int64_t i = clearer * static_cast<std::int64_t>(kThreads) + threadIdx.x; i < a.slots;
-         i += static_cast<std::int64_t>(kClearers) * kThreads) {
-      a.inverse[i] = RowPlace{};
-    }
-  } else if (fault != kPlanWhole) {
+  if (fault != kPlanWhole) {
     if (threadIdx.x == 0) raise_stop(a);
-  } else if (index / parts != a.window.rank &&
+  } else if (a.window.ranks > 1 &&
              __syncthreads_or(static_cast<int>(threadIdx.x == 0 && a.state->stop != 0)) == 0) {
-    begin_peer(a, epoch, index / parts, index % parts, parts, totals);
+    // Right neighbour first, so that not everybody starts with rank 0.
+    const int peer = (a.window.rank + 1 + index / parts) % a.window.ranks;
+    begin_peer(a, epoch, peer, index % parts, parts, totals);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -147,11 +141,12 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_tables_sm90(const TablesArgs& args, const Residency& where,
                                cudaStream_t stream) {
-  const int ranks = args.window.ranks;
+  const int peers = args.window.ranks > 1 ? args.window.ranks - 1 : 1;
   // Waiting CTAs stay within the rank's share.
-  const int fit = where.shared ? (where.sms - kClearers) / ranks : kMostParts;
-  const int parts = fit < 1 ? 1 : (fit < kMostParts ? fit : kMostParts);
-  const int ctas = ranks * parts + kClearers;
+  const int most = args.window.ranks > 1 ? kMostParts : 1;
+  const int fit = where.shared ? where.sms / peers : most;
+  const int parts = fit < 1 ? 1 : (fit < most ? fit : most);
+  const int ctas = peers * parts;
   if (where.shared && ctas > where.sms) return cudaErrorInvalidConfiguration;
   return launch_chained(tables_sm90,
                         {dim3(static_cast<unsigned>(ctas)), kThreads,
