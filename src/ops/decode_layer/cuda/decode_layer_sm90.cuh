@@ -209,6 +209,9 @@ __device__ __forceinline__ float row_factors(Fixed& f, float (&v)[R], int column
   if (tid < R) f.row_up[tid] = up;
   return down;
 }
+__device__ __forceinline__ float add_eight(float v, const uint4& x) {
+  return add_pair<true>(add_pair<true>(add_pair<true>(add_pair<true>(v, x.x), x.y), x.z), x.w);
+}
 template <bool kNorm>
 __device__ __forceinline__ std::uint32_t finish_pair(std::uint32_t x, float factor, float gain_low,
                                                      float gain_high) {
@@ -222,18 +225,85 @@ __device__ __forceinline__ std::uint32_t finish_pair(std::uint32_t x, float fact
   return pack_f16(low, high);
 }
 
-// Second half of a row gather: bf16 rows in `act`, per-thread sums (or maxima) of rows in v; leaves
-// f16 rows. 8 columns a step, whose gains serve all rows.
+template <bool kNorm>
+__device__ __forceinline__ uint4 finish_eight(uint4 x, float factor, const float4& g0,
+                                              const float4& g1) {
+  x.x = finish_pair<kNorm>(x.x, factor, g0.x, g0.y);
+  x.y = finish_pair<kNorm>(x.y, factor, g0.z, g0.w);
+  x.z = finish_pair<kNorm>(x.z, factor, g1.x, g1.y);
+  x.w = finish_pair<kNorm>(x.w, factor, g1.z, g1.w);
+  return x;
+}
+// A norm's gains of this thread's first column groups, asked for before the wait for the rows.
+constexpr int kHeldGroups = 3;
+struct Gains {
+  float4 g[kHeldGroups][2];
+};
+__device__ __forceinline__ void load_gains(Gains& gains, const float* from, int columns) {
+#pragma unroll
+  for (int k = 0; k < kHeldGroups; ++k) {
+    const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+    gains.g[k][0] = gains.g[k][1] = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    if (i < columns / 8) {
+      gains.g[k][0] = __ldg(reinterpret_cast<const float4*>(from) + 2 * i);
+      gains.g[k][1] = __ldg(reinterpret_cast<const float4*>(from) + 2 * i + 1);
+    }
+  }
+}
+
+// Second half of a row gather: bf16 rows in `act` become f16 rows, normalised, or scaled by a power
+// of two from per-thread maxima v. A thread has groups of 8 columns; squares are added in an order
+// that follows the columns, so that it does not depend on how the rows came, i.e. on the number of
+// CTAs.
 template <int R, bool kNorm>
 __device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::uint8_t* act,
                                             float (&v)[R], int columns, int stride,
-                                            const float* gain, float eps) {
+                                            const Gains& gains, const float* gain, float eps) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int groups = columns / 8;
+  constexpr int kHeld = R <= 4 ? kHeldGroups : 0;
+  uint4 held[kHeld > 0 ? kHeld : 1][R];
+  if constexpr (kNorm) {
+    sync_compute();
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = tid + k * kThreads;
+      if (i >= groups) continue;
+#pragma unroll
+      for (int s = 0; s < R; ++s) {
+        if (s >= p.rows) break;
+        held[k][s] = *(reinterpret_cast<const uint4*>(act + s * stride) + i);
+        v[s] = add_eight(v[s], held[k][s]);
+      }
+    }
+#pragma unroll 1
+    for (int i = tid + kHeld * kThreads; i < groups; i += kThreads) {
+#pragma unroll
+      for (int s = 0; s < R; ++s) {
+        if (s >= p.rows) break;
+        v[s] = add_eight(v[s], *(reinterpret_cast<const uint4*>(act + s * stride) + i));
+      }
+    }
+  }
   const float mine = row_factors<R, kNorm>(f, v, columns, eps);
   float factor[R];
 #pragma unroll
   for (int s = 0; s < R; ++s) factor[s] = __shfl_sync(kFullMask, mine, s);
+  if constexpr (kNorm) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = tid + k * kThreads;
+      if (i >= groups) continue;
+#pragma unroll
+      for (int s = 0; s < R; ++s) {
+        if (s >= p.rows) break;
+        *(reinterpret_cast<uint4*>(act + s * stride) + i) =
+            finish_eight<true>(held[k][s], factor[s], gains.g[k][0], gains.g[k][1]);
+      }
+    }
+  }
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < columns / 8; i += kThreads) {
+  for (int i = tid + (kNorm ? kHeld : 0) * kThreads; i < groups; i += kThreads) {
     float4 g0 = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
     float4 g1 = g0;
     if constexpr (kNorm) {
@@ -244,12 +314,7 @@ __device__ __forceinline__ void finish_rows(const DecodePlan& p, Fixed& f, std::
     for (int s = 0; s < R; ++s) {
       if (s >= p.rows) break;
       auto* at = reinterpret_cast<uint4*>(act + s * stride) + i;
-      uint4 x = *at;
-      x.x = finish_pair<kNorm>(x.x, factor[s], g0.x, g0.y);
-      x.y = finish_pair<kNorm>(x.y, factor[s], g0.z, g0.w);
-      x.z = finish_pair<kNorm>(x.z, factor[s], g1.x, g1.y);
-      x.w = finish_pair<kNorm>(x.w, factor[s], g1.z, g1.w);
-      *at = x;
+      *at = finish_eight<kNorm>(*at, factor[s], g0, g1);
     }
   }
   sync_compute();
@@ -274,7 +339,10 @@ __device__ __noinline__ void gather_rows(std::uint8_t* act, const RowGather& q0)
   const DecodeArguments& a = f.arguments;
   const RowGather q = q0;
   const DecodePlan& p = a.plan;
-  constexpr int kPlaces = R == 8 ? 1 : 2;  // packets a row in flight
+  // Packets a row in flight: 8 in all, or all four of one row.
+  constexpr int kPlaces = R == 1 ? 4 : R == 8 ? 1 : 8 / R;
+  Gains gains;
+  if constexpr (kNorm && R <= 4) load_gains(gains, q.gain, q.columns);
   float v[R];
 #pragma unroll
   for (int s = 0; s < R; ++s) v[s] = 0.0F;
@@ -305,109 +373,17 @@ __device__ __noinline__ void gather_rows(std::uint8_t* act, const RowGather& q0)
         const uint4 x = got[k * R + s];
         auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column * 2);
         to[0] = x.x;
-        v[s] = add_pair<kNorm>(v[s], x.x);
-        if (n > 2) {
-          to[1] = x.y;
-          v[s] = add_pair<kNorm>(v[s], x.y);
-        }
-        if (n > 4) {
-          to[2] = x.z;
-          v[s] = add_pair<kNorm>(v[s], x.z);
+        if (n > 2) to[1] = x.y;
+        if (n > 4) to[2] = x.z;
+        if constexpr (!kNorm) {
+          v[s] = add_pair<false>(v[s], x.x);
+          if (n > 2) v[s] = add_pair<false>(v[s], x.y);
+          if (n > 4) v[s] = add_pair<false>(v[s], x.z);
         }
       }
     }
   }
-  finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, q.gain, q.eps);
-}
-
-// The same for one or two rows of at most kHeldPackets packets a thread: they stay in registers
-// until the norm is known, so that a row is written once, as f16.
-constexpr int kHeldPackets = 4;
-template <int R, bool kNorm>
-__device__ __noinline__ void gather_held(std::uint8_t* act, const RowGather& q0) {
-  Fixed& f = fixed_part();
-  const DecodeArguments& a = f.arguments;
-  const RowGather q = q0;
-  const DecodePlan& p = a.plan;
-  const int tid = static_cast<int>(threadIdx.x);
-  const int total = q.used_blocks * q.packets;
-  const int pitch = q.blocks * q.packets;
-  int at[kHeldPackets];
-  int column[kHeldPackets];
-  int n[kHeldPackets];  // values of the packet that count
-  float2 gains[kHeldPackets][3];
-#pragma unroll
-  for (int k = 0; k < kHeldPackets; ++k) {
-    const int place = tid + k * kThreads;
-    at[k] = min(place, total - 1);
-    const int block = at[k] / q.packets;
-    const int first = (at[k] - block * q.packets) * kPacketValues;
-    column[k] = block * q.block_columns + first;
-    n[k] = place < total ? min(q.block_columns - first, q.columns - column[k]) : 0;
-    if constexpr (kNorm) {
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        gains[k][i] = 2 * i < n[k] ? __ldg(reinterpret_cast<const float2*>(q.gain + column[k]) + i)
-                                   : make_float2(0.0F, 0.0F);
-      }
-    }
-  }
-  std::uint32_t x[kHeldPackets][R][3];
-  float v[R];
-#pragma unroll
-  for (int s = 0; s < R; ++s) v[s] = 0.0F;
-  constexpr int kPlaces = kHeldPackets;  // packets a row in flight
-#pragma unroll
-  for (int k0 = 0; k0 < kHeldPackets; k0 += kPlaces) {
-    const uint4* from[kPlaces * R];
-    uint4 got[kPlaces * R];
-#pragma unroll
-    for (int i = 0; i < kPlaces * R; ++i) {
-      from[i] = q.box + min(i % R, p.rows - 1) * pitch + at[k0 + i / R];
-    }
-    if (k0 == 0 || total > k0 * kThreads) {
-      poll_packets<kPlaces * R>(a, f, q.layer, q.tag, from, got, q.stage);
-    }
-#pragma unroll
-    for (int i = 0; i < kPlaces * R; ++i) {
-      const int k = k0 + i / R;
-      const int s = i % R;
-      x[k][s][0] = n[k] > 0 ? got[i].x : 0U;
-      x[k][s][1] = n[k] > 2 ? got[i].y : 0U;
-      x[k][s][2] = n[k] > 4 ? got[i].z : 0U;
-#pragma unroll
-      for (int j = 0; j < 3; ++j) v[s] = add_pair<kNorm>(v[s], x[k][s][j]);
-    }
-  }
-  const float mine = row_factors<R, kNorm>(f, v, q.columns, q.eps);
-#pragma unroll
-  for (int s = 0; s < R; ++s) {
-    if (s >= p.rows) break;
-    const float factor = __shfl_sync(kFullMask, mine, s);
-#pragma unroll
-    for (int k = 0; k < kHeldPackets; ++k) {
-      auto* to = reinterpret_cast<std::uint32_t*>(act + s * q.stride + column[k] * 2);
-#pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        if (2 * j < n[k]) {
-          to[j] = finish_pair<kNorm>(x[k][s][j], factor, kNorm ? gains[k][j].x : 0.0F,
-                                     kNorm ? gains[k][j].y : 0.0F);
-        }
-      }
-    }
-  }
-  sync_compute();
-}
-
-template <int R, bool kNorm>
-__device__ __forceinline__ void gather(std::uint8_t* act, const RowGather& q) {
-  if constexpr (R <= 2) {
-    if (q.used_blocks * q.packets <= kHeldPackets * kThreads) {
-      gather_held<R, kNorm>(act, q);
-      return;
-    }
-  }
-  gather_rows<R, kNorm>(act, q);
+  finish_rows<R, kNorm>(p, f, act, v, q.columns, q.stride, gains, q.gain, q.eps);
 }
 
 // The launch's input rows, from memory.
@@ -428,8 +404,6 @@ __device__ __noinline__ void load_input(std::uint8_t* act, int stride) {
       const uint4 x = __ldg(
           reinterpret_cast<const uint4*>(a.x_in + static_cast<std::int64_t>(s) * p.hidden) + i);
       *(reinterpret_cast<uint4*>(act + s * stride) + i) = x;
-      v[s] =
-          add_pair<true>(add_pair<true>(add_pair<true>(add_pair<true>(v[s], x.x), x.y), x.z), x.w);
     }
   }
   for (int i = tid; i < p.rows * kOutPitch; i += kThreads) {
@@ -441,9 +415,10 @@ __device__ __noinline__ void load_input(std::uint8_t* act, int stride) {
                                      << 16)
                    : 0.0F;
   }
-  finish_rows<R, true>(p, f, act, v, p.hidden, stride,
-                       reinterpret_cast<const float*>(a.layer[0].weights + a.weights.norm_input),
-                       a.eps);
+  const auto* gain = reinterpret_cast<const float*>(a.layer[0].weights + a.weights.norm_input);
+  Gains gains;
+  if constexpr (R <= 4) load_gains(gains, gain, p.hidden);
+  finish_rows<R, true>(p, f, act, v, p.hidden, stride, gains, gain, a.eps);
 }
 
 // All-reduce of this CTA's columns (f.out) over the ranks plus the residual (f.own): bf16
@@ -1098,8 +1073,9 @@ struct Machine {
   // Rows of the residual stream from all CTAs' columns, normalised.
   __device__ __forceinline__ void gather_hidden(const uint4* from, std::uint32_t of_tag,
                                                 std::int64_t gain, int stage) {
-    gather<R, true>(act, {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * kTileRows,
-                          p.hidden, 2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
+    gather_rows<R, true>(
+        act, {from, of_tag, p.grid, p.grid, p.o.packets, p.o.block_tiles * kTileRows, p.hidden,
+              2 * p.hidden + 16, stage, layer, parameters(gain), a.eps});
   }
 
   __device__ __forceinline__ void qkv_a() {
@@ -1118,7 +1094,8 @@ struct Machine {
   __device__ __forceinline__ void q_b() {
     const int stride = 2 * p.q_lora + 16;
     const int in_columns = p.qkv_a.block_tiles * kTileRows;
-    gather<R, true>(act, {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
+    gather_rows<R, true>(act,
+                         {box + p.box_qkv_a, tag, p.qkv_a.blocks, ceil_div(p.q_lora, in_columns),
                           p.qkv_a.packets, in_columns, p.q_lora, stride, kStageQB, layer,
                           parameters(a.weights.norm_q), a.eps_latent});
     const MatrixPlan& m = p.q_b;
@@ -1636,8 +1613,9 @@ struct Machine {
     const int columns = p.heads * kValue;
     const int stride = 2 * columns + 16;
     const int blocks = p.heads * p.uv_parts;
-    gather<R, false>(act, {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(),
-                           kValue / p.uv_parts, columns, stride, kStageO, layer, nullptr, 0.0F});
+    gather_rows<R, false>(
+        act, {box + p.box_o, tag, blocks, blocks, p.uv_part_packets(), kValue / p.uv_parts, columns,
+              stride, kStageO, layer, nullptr, 0.0F});
     product(m, min(m.block_tiles, m.tiles - cta * m.block_tiles), p.rows, stride, true);
   }
 
