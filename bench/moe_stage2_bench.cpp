@@ -84,7 +84,7 @@ struct Setup {
   DeviceBuffer<std::int32_t> expert_rows, words, scratch;
   DeviceBuffer<RowOrigin> origin;
   DeviceBuffer<RowPlace> place, inverse, home;
-  DeviceBuffer<std::uint32_t> counters, flags;
+  DeviceBuffer<std::uint32_t> counters, flags, next_step;
   DeviceBuffer<unsigned char> runs, landing;
   DeviceBuffer<std::uint16_t> dense, out;
   PlanInputs plan_in;
@@ -166,6 +166,8 @@ Setup make_setup(const Model& model, std::int64_t tokens, const Options& options
   s.scratch = DeviceBuffer<std::int32_t>(tiles * kMaxRanks);
   s.counters = DeviceBuffer<std::uint32_t>(tiles * kCounterStride);
   s.flags = DeviceBuffer<std::uint32_t>(tiles * kCounterStride);
+  s.next_step = DeviceBuffer<std::uint32_t>(1);
+  s.next_step.fill(0);
   std::int32_t* next = s.words.data();
   s.plan_out.fault = next++;
   s.plan_out.tile_count = next++;
@@ -224,6 +226,7 @@ GroupedGemmArgs gemm_args(const Setup& s, WireFormat wire) {
   args.tile_rows = s.plan_out.tile_rows;
   args.tile_mate = s.plan_out.tile_mate;
   args.place = s.place.data();
+  args.next_step = s.next_step.data();
   args.tiles_per_chunk = 16;
   args.chunk_epoch = 1;
   args.runs = bases_of(s, s.runs.data(), wire);

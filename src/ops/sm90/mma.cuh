@@ -35,6 +35,10 @@ __device__ __forceinline__ void mma_wait() {
 // Keeps the compiler from moving uses of an accumulator across the asynchronous instructions around
 // it.
 __device__ __forceinline__ void mma_pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+// The same for an accumulator whose old value nobody needs: its register is free up to here.
+__device__ __forceinline__ void mma_pin_unset(float& value) {
+  asm volatile("" : "=f"(value)::"memory");
+}
 
 // a and b are descriptor low words. d[64 x 128] = a[64 x 32] b[128 x 32]^T (+ d if accumulate),
 // E4M3 operands, f32 accumulation. Thread t of the warpgroup holds d[4 j + 2 h + i] = element (16

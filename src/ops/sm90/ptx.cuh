@@ -63,6 +63,16 @@ __device__ __forceinline__ void barrier_arrive_remote(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Stores a word in the shared memory of another CTA of the cluster and announces its four bytes at
+// that CTA's barrier; both addresses come from map_to_cta().
+__device__ __forceinline__ void store_async_u32(std::uint32_t address, std::uint32_t value,
+                                                std::uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
+      "r"(value), "r"(barrier)
+      : "memory");
+}
+
 // Waits, with acquire order, until the phase of parity `parity` is complete. It waits for this
 // cluster's own copies and threads only, never for another rank, so it carries no deadline.
 __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {

@@ -121,7 +121,7 @@ struct Device {
   HostPlan plan;
   DeviceBuffer<std::int32_t> tile_count, tile_expert, tile_rows, tile_mate;
   DeviceBuffer<RowPlace> place;
-  DeviceBuffer<std::uint32_t> counters, flags;
+  DeviceBuffer<std::uint32_t> counters, flags, next_step;
   std::int64_t run_bytes;
   DeviceBuffer<unsigned char> out;
   GroupedGemmArgs args;
@@ -146,6 +146,7 @@ struct Device {
     place = DeviceBuffer<RowPlace>(std::vector<RowPlace>(o.place, o.place + tiles * kTileRows));
     counters = DeviceBuffer<std::uint32_t>(std::vector<std::uint32_t>(tiles * kCounterStride, 0));
     flags = DeviceBuffer<std::uint32_t>(std::vector<std::uint32_t>(tiles * kCounterStride, 0));
+    next_step = DeviceBuffer<std::uint32_t>(std::vector<std::uint32_t>{0});
     const std::int64_t row_bytes = wire_row_bytes(p.shape.hidden, p.shape.wire);
     run_bytes = row_bytes * p.capacity;
     out = DeviceBuffer<unsigned char>(static_cast<std::size_t>(run_bytes) * kMaxRuns);
@@ -160,6 +161,7 @@ struct Device {
     args.tile_rows = tile_rows.data();
     args.tile_mate = tile_mate.data();
     args.place = place.data();
+    args.next_step = next_step.data();
     args.runs.row_bytes = row_bytes;
     for (int r = 0; r < kMaxRuns; ++r) args.runs.base[r] = out.data() + r * run_bytes;
   }
@@ -171,6 +173,7 @@ struct Device {
     PENSTOCK_CUDA_CHECK(load_grouped_gemm_sm90());
     PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(args, maps, p.shape.wire, ctas, nullptr));
     PENSTOCK_CUDA_CHECK(cudaDeviceSynchronize());
+    EXPECT_EQ(next_step.download()[0], 0u) << "the next launch would begin in the middle";
     return out.download();
   }
 };
@@ -245,6 +248,11 @@ INSTANTIATE_TEST_SUITE_P(
     Shapes, GroupedGemm,
     testing::Values(
         Case{"exact_one_tile", make_shape(1, 1, 1, 512, 128, kB), {128}, Data::kSmallIntegers},
+        // One block of K: the copier runs as many steps ahead as there are stages.
+        Case{"exact_short_k",
+             make_shape(3, 12, 2, 3072, 128, kB),
+             {700, 129, 3, 900},
+             Data::kSmallIntegers},
         Case{"exact_one_row", make_shape(2, 2, 1, 128, 128, kB), {1}, Data::kSmallIntegers},
         Case{"exact_ragged_bf16",
              make_shape(3, 15, 2, 384, 256, kB),
@@ -300,13 +308,17 @@ TEST(GroupedGemmDeterminism, SameBytesOnAnyNumberOfCtas) {
 
 TEST(GroupedGemmChunks, EachChunkIsPostedOnceAndOnlyWhenWhole) {
   for (const int tiles_per_chunk : {1, 3, 8, 1000}) {
-    const Case c{"", make_shape(4, 16, 4, 1280, 256, kB), {700, 129, 3, 900}, Data::kRandom};
+    // With one block of K, and with many steps for one cluster, too.
+    const int intermediate = tiles_per_chunk == 3 ? 128 : 256;
+    const int ctas = tiles_per_chunk == 8 ? 2 : 132;
+    const Case c{
+        "", make_shape(4, 16, 4, 1280, intermediate, kB), {700, 129, 3, 900}, Data::kRandom};
     Device device(make_problem(c, 6));
     device.args.chunk_counters = device.counters.data();
     device.args.chunk_flags = device.flags.data();
     device.args.chunk_epoch = 41;
     device.args.tiles_per_chunk = tiles_per_chunk;
-    (void)device.run(132);
+    (void)device.run(ctas);
     const auto counters = device.counters.download();
     const auto flags = device.flags.download();
     const int tiles = *device.plan.outputs().tile_count;

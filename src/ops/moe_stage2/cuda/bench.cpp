@@ -176,6 +176,8 @@ class LocalStages {
     words_.fill(0);
     place_ = DeviceBuffer<RowPlace>(tiles * kTileRows);
     scratch_ = DeviceBuffer<std::int32_t>(tiles * moe_stage2::kMaxRanks);
+    next_step_ = DeviceBuffer<std::uint32_t>(1);
+    next_step_.fill(0);
     std::int32_t* next = words_.data();
     plan_.fault = next++;
     plan_.tile_count = next++;
@@ -242,6 +244,7 @@ class LocalStages {
     args.tile_rows = plan_.tile_rows;
     args.tile_mate = plan_.tile_mate;
     args.place = plan_.place;
+    args.next_step = next_step_.data();
     args.runs = home_;
     PENSTOCK_CUDA_CHECK(launch_grouped_gemm_sm90(args, maps_, shape_.wire, sms_ - sms_ % 2, on));
   }
@@ -266,6 +269,7 @@ class LocalStages {
   int sms_;
   DeviceBuffer<RowPlace> inverse_;
   DeviceBuffer<std::int32_t> words_, scratch_;
+  DeviceBuffer<std::uint32_t> next_step_;
   DeviceBuffer<RowPlace> place_;
   DeviceBuffer<unsigned char> out_rows_, in_rows_;
   PlanOutputs plan_;

@@ -36,6 +36,10 @@ struct GroupedGemmArgs {
   RunBases runs_odd;
   const std::uint64_t* epoch = nullptr;
 
+  // A word that clusters draw their steps from: zero before the first launch, and zero again when a
+  // launch ends. Launches that share it must not overlap. Null is refused.
+  std::uint32_t* next_step = nullptr;
+
   // Tiles [c * tiles_per_chunk, ...) are chunk c. Each finished CTA tile adds one to
   // chunk_counters[c * kCounterStride]; the addition that completes the chunk also stores
   // chunk_epoch to chunk_flags[c * kCounterStride] with release order at system scope (flags null:

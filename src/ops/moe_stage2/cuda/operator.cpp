@@ -224,6 +224,8 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     scratch_ = DeviceBuffer<std::int32_t>(tiles * kMaxRanks);
     counters_ = DeviceBuffer<std::uint32_t>(
         (tiles / static_cast<std::size_t>(options_.tiles_per_chunk) + 1) * kCounterStride);
+    next_step_ = DeviceBuffer<std::uint32_t>(1);
+    cuda::zero_device(next_step_.data(), next_step_.bytes());
     inverse_ =
         DeviceBuffer<RowPlace>(static_cast<std::size_t>(shape_.max_tokens_per_rank * shape_.top_k));
     state_ = DeviceBuffer<CallState>(1);
@@ -391,6 +393,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     gemm.tile_rows = plan_.tile_rows;
     gemm.tile_mate = plan_.tile_mate;
     gemm.place = plan_.place;
+    gemm.next_step = next_step_.data();
     gemm.runs = written_[0];
     gemm.runs_odd = written_[1];
     gemm.epoch = post_.epoch;
@@ -467,7 +470,7 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
   DeviceBuffer<std::int32_t> words_;  // what plan_ points to, places apart
   DeviceBuffer<RowPlace> place_;
   DeviceBuffer<std::int32_t> scratch_;
-  DeviceBuffer<std::uint32_t> counters_;
+  DeviceBuffer<std::uint32_t> counters_, next_step_;
   DeviceBuffer<RowPlace> inverse_;
   DeviceBuffer<CallState> state_;
   cuda::PinnedMemory report_;
