@@ -53,14 +53,6 @@ struct DecodeStall {
   double seconds = 0;  // 0: no stall
 };
 
-// A stall on purpose, for tests: before stage `stage` (its place in stage_names()) of every layer,
-// CTA `cta` of this rank (-1: all of them) does nothing for `seconds`.
-struct DecodeStall {
-  int stage = 0;
-  int cta = -1;
-  double seconds = 0;  // 0: no stall
-};
-
 // Construct, set_layers, then run() as often as wanted.
 //
 // Determinism: equal inputs give equal bits, whatever the launch, transport or graph. A row's bits
