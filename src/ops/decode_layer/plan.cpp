@@ -10,7 +10,8 @@
 namespace penstock::decode {
 namespace {
 
-constexpr int kMaxBlockTiles = 8;
+constexpr int kMaxBlockTiles = 4;
+constexpr int kMinRingSlots = 3;
 
 int power_of_two_at_least(int n) {
   int p = 1;
@@ -20,8 +21,9 @@ int power_of_two_at_least(int n) {
 
 int activation_bytes(const DecodeShape& shape, int rows) {
   const auto row = [](int columns) { return 2 * columns + 16; };
-  const int attention = kHeadGroup * 1168 + kChunkPicks * 1168 + 4 * kChunkPicks * kHeadGroup * 4 +
-                        kHeadGroup * 160 + rows * 1168;
+  // Queries, keys, probabilities.
+  const int attention =
+      kHeadGroup * kKeyPitch + kSplitPicks * kKeyPitch + 2 * kHeadGroup * (kSplitPicks + 8) * 2;
   const int combine = row(kLatent) + 5 * kLatent * 4;
   return std::max({rows * row(shape.hidden), rows * row(shape.q_lora), rows * row(kNope), attention,
                    combine, rows * row(shape.local_heads() * kValue),
@@ -58,7 +60,8 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   const int column_tiles = ceil_div(hidden_tiles, std::min(sms, hidden_tiles));
   require(column_tiles <= kMaxBlockTiles, ErrorKind::kUnsupported, [&] {
     return fmt::format(
-        "decode_layer: {} multiprocessors for hidden {} leave {} tiles of 8 columns to one CTA, at "
+        "decode_layer: {} multiprocessors for hidden {} leave {} tiles of 16 columns to one CTA, "
+        "at "
         "most {} fit: allow at least {} multiprocessors",
         sms, p.hidden, column_tiles, kMaxBlockTiles, ceil_div(hidden_tiles, kMaxBlockTiles));
   });
@@ -67,36 +70,45 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   const int qkv_rows = p.q_lora + kKvRow;
   p.qkv_a = matrix_plan(qkv_rows, p.hidden,
                         std::min(kMaxBlockTiles, ceil_div(qkv_rows / kTileRows, p.grid)));
-  const auto head_blocks = [&](int tiles) {
-    return std::min(kMaxBlockTiles, power_of_two_at_least(ceil_div(tiles, p.grid)));
+  const auto head_blocks = [&](int rows) {
+    return std::min(kMaxBlockTiles, power_of_two_at_least(ceil_div(rows / kTileRows, p.grid)));
   };
-  p.q_b = matrix_plan(p.heads * kQueryHead, p.q_lora, head_blocks(p.heads * kQueryHead / 8));
-  p.uk = matrix_plan(p.heads * kLatent, kNope, head_blocks(p.heads * kLatent / 8));
+  p.q_b = matrix_plan(p.heads * kQueryHead, p.q_lora, head_blocks(p.heads * kQueryHead));
+  p.uk = matrix_plan(p.heads * kLatent, kNope, head_blocks(p.heads * kLatent));
   p.uv = matrix_plan(p.heads * kValue, kLatent, 1);
   p.o = matrix_plan(p.hidden, p.heads * kValue, column_tiles);
   p.up_gate = matrix_plan(2 * p.inter, p.hidden, 1);
   p.down = matrix_plan(p.hidden, p.inter, column_tiles);
+  require(column_tiles * p.down.chunks <= kWaveChunks, ErrorKind::kUnsupported, [&] {
+    return fmt::format(
+        "decode_layer: {} multiprocessors leave {} tiles of 16 columns to one CTA, whose {} chunks "
+        "of "
+        "one expert's down projection are more than {}: allow more multiprocessors or use more "
+        "ranks",
+        sms, column_tiles, column_tiles * p.down.chunks, kWaveChunks);
+  });
   p.router_unit_k = p.hidden % kRouterColumns == 0 ? kRouterColumns : 256;
   p.router_chunks = p.hidden / p.router_unit_k;
   p.router_rows = ceil_div(p.experts, p.grid);
   p.router_packets = ceil_div(p.router_rows, 3);
   p.uv_parts = 8;
-  while (p.uv_parts > 1 && p.heads * rows_now * p.uv_parts > 64) p.uv_parts /= 2;
+  while (p.uv_parts > 1 && p.heads * rows_now * p.uv_parts > 128) p.uv_parts /= 2;
 
   p.act_bytes = (activation_bytes(shape, rows_now) + 127) / 128 * 128;
-  p.wave_units = kMaxWaveUnits;
   const int rows_template = power_of_two_at_least(rows_now);
-  const int partial_bytes = p.wave_units * kTileRows * rows_template * 4;
-  const int left = smem_limit - kFixedBytes - p.act_bytes - partial_bytes;
-  p.ring_slots = std::min(5, left / (kWarps * kSlotBytes));
-  require(left > 0 && p.ring_slots >= 2, ErrorKind::kUnsupported, [&] {
+  const int partial_bytes = kWaveChunks * kTileRows * rows_template * 4;
+  const int fresh_bytes = rows_template * kKeyPitch;
+  const int left = smem_limit - kFixedBytes - p.act_bytes - fresh_bytes - partial_bytes;
+  p.ring_slots = std::min(kMaxRingSlots, left / kSlotBytes);
+  require(left > 0 && p.ring_slots >= kMinRingSlots, ErrorKind::kUnsupported, [&] {
     return fmt::format(
         "decode_layer: {} rows need {} bytes of activations in shared memory, which leaves {} of "
         "{} "
         "for the weight ring (at least {}): use fewer rows a launch or more ranks",
-        rows_now, p.act_bytes, left, smem_limit, 2 * kWarps * kSlotBytes);
+        rows_now, p.act_bytes, left, smem_limit, kMinRingSlots * kSlotBytes);
   });
-  p.smem_bytes = kFixedBytes + p.act_bytes + partial_bytes + p.ring_slots * kWarps * kSlotBytes;
+  p.smem_bytes =
+      kFixedBytes + p.act_bytes + fresh_bytes + partial_bytes + p.ring_slots * kSlotBytes;
 
   std::int64_t at = 0;
   const auto box = [&](std::int64_t packets_per_row) {

@@ -251,7 +251,9 @@ std::vector<float> ReferenceStages::attention(std::span<const float> q_row,
     for (std::size_t t = 0; t < keys.size(); ++t) {
       for (std::size_t i = 0; i < kLatent; ++i) o[i] += p[t] * static_cast<double>(keys[t][i]);
     }
-    for (std::size_t i = 0; i < kLatent; ++i) out[h * kLatent + i] = bf16(o[i] / sum);
+    for (std::size_t i = 0; i < kLatent; ++i) {
+      out[h * kLatent + i] = static_cast<float>(o[i] / sum);
+    }
   }
   return out;
 }

@@ -75,6 +75,14 @@ struct Source {
                           name, row, col));
 }
 
+// Where a unit holds the code of (row, column) and the scale that belongs to it.
+std::int64_t unit_offset(int row, int column) {
+  return (2 * (column / 64) + row / 8) * 512 + (row % 8 * 4 + column % 64 / 16) * 16 + column % 16;
+}
+std::int64_t scale_offset(const MatrixPlan& plan, int row, int column) {
+  return kTileRows * plan.unit_k + (2 * (column / 64) + row / 8) * 4;
+}
+
 // Packs a matrix of row-contiguous columns. source_of(row) gives (source, source row); columns
 // start at `column0` of the source.
 template <typename SourceOf>
@@ -82,24 +90,22 @@ void pack(const char* name, int rows, int columns, std::int64_t column0, SourceO
           std::uint8_t* out) {
   const MatrixPlan plan = matrix_plan(rows, columns, 1);
   for (int tile = 0; tile < plan.tiles; ++tile) {
-    for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-      float scales[4] = {0, 0, 0, 0};
+    for (int unit = 0; unit < plan.units; ++unit, out += plan.unit_bytes()) {
+      const std::int64_t column = column0 + static_cast<std::int64_t>(unit) * plan.unit_k;
       for (int r = 0; r < kTileRows; ++r) {
         const auto [source, row] = source_of(tile * kTileRows + r);
-        const std::int64_t column = column0 + static_cast<std::int64_t>(chunk) * plan.unit_k;
         const std::uint8_t* from = source.at(row, column);
         for (int k = 0; k < plan.unit_k; ++k) {
           if ((from[k] & 0x7F) == 0x7F) refuse_nan(name, row, column + k);
         }
         for (int k = 0; k < plan.unit_k; k += 16) {
-          std::memcpy(out + k / 64 * 512 + (r * 4 + k % 64 / 16) * 16, from + k, 16);
+          std::memcpy(out + unit_offset(r, k), from + k, 16);
         }
-        for (int b = 0; b * 128 < plan.unit_k && r < 2; ++b) {
-          scales[2 * b + r] = source.scale(row, column + b * 128);
+        for (int j = 0; j * 64 < plan.unit_k && r % 8 == 0; ++j) {
+          const float scale = source.scale(row, column + 64 * j);
+          std::memcpy(out + scale_offset(plan, r, 64 * j), &scale, 4);
         }
       }
-      std::memcpy(out + kTileRows * plan.unit_k, scales, sizeof(scales));
-      out += plan.unit_bytes();
     }
   }
 }
@@ -203,21 +209,23 @@ void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<
 
   const Source kv_b(t.kv_b);
   const MatrixPlan uk = matrix_plan(heads * kLatent, kNope, 1);
+  std::uint8_t* out_unit = base + layout.uk;
   for (int tile = 0; tile < uk.tiles; ++tile) {
-    std::uint8_t* unit = base + layout.uk + static_cast<std::int64_t>(tile) * uk.unit_bytes();
     const std::int64_t row0 =
         static_cast<std::int64_t>(head0 + tile * kTileRows / kLatent) * kHeadRows;
     const int latent0 = tile * kTileRows % kLatent;
-    for (int r = 0; r < kTileRows; ++r) {
-      for (int k = 0; k < kNope; ++k) {
-        const std::uint8_t code = *kv_b.at(row0 + k, latent0 + r);
-        if ((code & 0x7F) == 0x7F) refuse_nan("kv_b_proj", row0 + k, latent0 + r);
-        unit[k / 64 * 512 + (r * 4 + k % 64 / 16) * 16 + k % 16] = code;
+    for (int unit = 0; unit < uk.units; ++unit, out_unit += uk.unit_bytes()) {
+      for (int r = 0; r < kTileRows; ++r) {
+        for (int k = 0; k < uk.unit_k; ++k) {
+          const std::int64_t row = row0 + unit * uk.unit_k + k;
+          const std::uint8_t code = *kv_b.at(row, latent0 + r);
+          if ((code & 0x7F) == 0x7F) refuse_nan("kv_b_proj", row, latent0 + r);
+          out_unit[unit_offset(r, k)] = code;
+          if (r % 8 != 0 || k % 64 != 0) continue;
+          const float scale = kv_b.scale(row, latent0);
+          std::memcpy(out_unit + scale_offset(uk, r, k), &scale, 4);
+        }
       }
-    }
-    for (int j = 0; j < kNope / 64; ++j) {
-      const float scale = kv_b.scale(row0 + 64 * j, latent0);
-      std::memcpy(unit + kTileRows * kNope + j * 4, &scale, 4);
     }
   }
   pack(
@@ -250,7 +258,8 @@ void prepare_weights(const DecodeShape& shape, const LayerTensors& t, std::span<
     pack(
         "gate_proj / up_proj", 2 * inter, shape.hidden, 0,
         [&](int row) {
-          return Row{row % 2 == 0 ? gate : up, first + row / 2};
+          // Eight gate rows, then the eight up rows that belong to them.
+          return Row{row % kTileRows < 8 ? gate : up, first + row / kTileRows * 8 + row % 8};
         },
         base + layout.up_gate + e * up_gate_bytes);
     pack(
@@ -310,14 +319,13 @@ WeightElement prepared_element(const DecodeShape& shape, std::span<const std::ui
   const MatrixPlan plan = matrix_plan(rows, columns, 1);
   const std::uint8_t* unit =
       prepared.data() + at + expert * plan.bytes() +
-      (static_cast<std::int64_t>(row / kTileRows) * plan.chunks + column / plan.unit_k) *
+      (static_cast<std::int64_t>(row / kTileRows) * plan.units + column / plan.unit_k) *
           plan.unit_bytes();
   const int r = row % kTileRows;
   const int k = column % plan.unit_k;
   WeightElement element{};
-  element.code = unit[k / 64 * 512 + (r * 4 + k % 64 / 16) * 16 + k % 16];
-  const int scale = part == WeightPart::kUk ? k / 64 : k / 128 * 2 + r % 2;
-  std::memcpy(&element.scale, unit + kTileRows * plan.unit_k + scale * 4, 4);
+  element.code = unit[unit_offset(r, k)];
+  std::memcpy(&element.scale, unit + scale_offset(plan, r, k), 4);
   return element;
 }
 

@@ -12,6 +12,9 @@
 namespace penstock::decode::test {
 namespace {
 
+// Where prepare_weights puts gate row i of a slice; up row i lies 8 rows on.
+int gate_row(int i) { return i / 8 * 16 + i % 8; }
+
 constexpr int kH200Sms = 132;
 constexpr int kH200Smem = 232448;
 
@@ -135,8 +138,8 @@ TEST(DecodeWeights, PreparedElementsAreTheCheckpoints) {
         const Fp8Matrix& down = e == 16 ? t.shared_down : t.down[i];
         for (int r = 0; r < inter; ++r) {
           for (int c = 0; c < s.hidden; ++c) {
-            expect(WeightPart::kUpGate, e, 2 * r, c, gate, s.rank * inter + r, c);
-            expect(WeightPart::kUpGate, e, 2 * r + 1, c, up, s.rank * inter + r, c);
+            expect(WeightPart::kUpGate, e, gate_row(r), c, gate, s.rank * inter + r, c);
+            expect(WeightPart::kUpGate, e, gate_row(r) + 8, c, up, s.rank * inter + r, c);
             expect(WeightPart::kDown, e, c, r, down, c, s.rank * inter + r);
           }
         }
@@ -184,9 +187,9 @@ TEST(DecodeWeights, DenseSlicesAreTheCheckpoints) {
           const int from = e * s.intermediate + s.rank * inter + i;
           for (int c = 0; c < s.hidden; ++c) {
             const WeightElement gate =
-                prepared_element(s, prepared, WeightPart::kUpGate, e, 2 * i, c);
+                prepared_element(s, prepared, WeightPart::kUpGate, e, gate_row(i), c);
             const WeightElement up =
-                prepared_element(s, prepared, WeightPart::kUpGate, e, 2 * i + 1, c);
+                prepared_element(s, prepared, WeightPart::kUpGate, e, gate_row(i) + 8, c);
             const WeightElement down = prepared_element(s, prepared, WeightPart::kDown, e, c, i);
             ASSERT_EQ(gate.code, code(t.dense_gate, from, c)) << "slice " << e << " row " << i;
             ASSERT_EQ(gate.scale, scale(t.dense_gate, from, c)) << "slice " << e << " row " << i;

@@ -9,57 +9,64 @@
 
 namespace penstock::decode {
 
-// A weight unit: 8 output rows x unit_k columns of E4M3 in the order in which a warp's tensor-core
-// fragments read them, then four f32 scales. Byte j * 512 + lane * 16 + i of a unit (j < unit_k /
-// 64, lane < 32, i < 16) is row lane / 4, column 64 j + 16 (lane % 4) + i. The scales: for W_UK
-// scale j belongs to columns 64 j .. 64 j + 63; for all others scale 2 b + o belongs to columns
-// 128 b .. 128 b + 127 of the rows with row % 2 == o. A matrix is [tile][chunk] units, tile = row /
-// 8, chunk = column / unit_k.
-inline constexpr int kTileRows = 8;
-inline constexpr int kUnitColumns = 256;
+// A weight unit: 16 output rows x unit_k columns (128 or 64) of E4M3 in the order in which a warp's
+// tensor-core fragments read them (the A operand), then four f32 scales. Byte (2 j + h) * 512 +
+// lane * 16 + i of a unit (j < unit_k / 64, h < 2, lane < 32, i < 16) is row 8 h + lane / 4, column
+// 64 j + 16 (lane % 4) + i. Scale 2 j + h belongs to columns 64 j .. 64 j + 63 of rows 8 h .. 8 h +
+// 7. A matrix is [tile][unit], tile = row / 16, unit = column / unit_k.
+inline constexpr int kTileRows = 16;
+inline constexpr int kUnitColumns = 128;
 inline constexpr int kScaleBytes = 16;
-inline constexpr int kSlotBytes = kTileRows * kUnitColumns + kScaleBytes;
 // The router is bf16 and plain: a unit is up to 1024 columns of one row.
 inline constexpr int kRouterColumns = 1024;
 
-inline constexpr int kWarps = 16;
+inline constexpr int kWarps = 8;
 inline constexpr int kThreads = kWarps * 32;
+// A slot of the weight ring holds a unit for each warp.
+inline constexpr int kSlotBytes = kWarps * (kTileRows * kUnitColumns + kScaleBytes);
+inline constexpr int kMaxRingSlots = 12;
 inline constexpr int kSplitPicks = 64;  // picks of one attention task, whatever the row count
-inline constexpr int kChunkPicks = 32;
 inline constexpr int kMaxSplits = kMaxPicks / kSplitPicks;
+// Bytes of a cache row in shared memory, bf16; 16 mod 128, so that ldmatrix meets no bank twice.
+inline constexpr int kKeyPitch = 2 * kKvRow + 16;
 inline constexpr int kHeadGroup = 8;     // heads of one attention task: the N of an mma
 inline constexpr int kPacketValues = 6;  // bf16 values a 16-byte packet carries beside its tag
 inline constexpr int kPartialPackets = (kLatent + kPacketValues - 1) / kPacketValues + 1;
-inline constexpr int kMaxWaveUnits = 72;
+// Chunks whose sums lie in shared memory at once. Chunk c of a tile is its units c, c + 8, ...,
+// summed by one warp in registers; the chunks of a tile are added in their order, so bits depend on
+// the matrix alone.
+inline constexpr int kWaveChunks = 24;
 // Shared memory of a CTA beside activations, partial sums and ring: barriers, routing, staging.
-inline constexpr int kFixedBytes = 11776;
+inline constexpr int kFixedBytes = 10752;
 
 PENSTOCK_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // One matrix in units.
 struct MatrixPlan {
-  int tiles = 0;        // rows / 8
+  int tiles = 0;        // rows / 16
   int unit_k = 0;       // columns of a unit
-  int chunks = 0;       // columns / unit_k
+  int units = 0;        // columns / unit_k
+  int chunks = 0;       // min(units, kWarps)
   int block_tiles = 0;  // tiles of one block, the unit of work of a CTA
   int blocks = 0;
-  int packets = 0;  // packets of one block and row: ceil(8 * block_tiles / 6)
+  int packets = 0;  // packets of one block and row: ceil(16 * block_tiles / 6)
 
   PENSTOCK_HOST_DEVICE constexpr int unit_bytes() const { return kTileRows * unit_k + kScaleBytes; }
   PENSTOCK_HOST_DEVICE constexpr std::int64_t bytes() const {
-    return static_cast<std::int64_t>(tiles) * chunks * unit_bytes();
+    return static_cast<std::int64_t>(tiles) * units * unit_bytes();
   }
 };
 
 PENSTOCK_HOST_DEVICE constexpr int unit_columns(int columns) {
-  return columns % 256 == 0 ? 256 : columns % 128 == 0 ? 128 : columns % 192 == 0 ? 192 : 64;
+  return columns % kUnitColumns == 0 ? kUnitColumns : 64;
 }
 
 PENSTOCK_HOST_DEVICE constexpr MatrixPlan matrix_plan(int rows, int columns, int block_tiles) {
   MatrixPlan m;
   m.tiles = rows / kTileRows;
   m.unit_k = unit_columns(columns);
-  m.chunks = columns / m.unit_k;
+  m.units = columns / m.unit_k;
+  m.chunks = m.units < kWarps ? m.units : kWarps;
   m.block_tiles = block_tiles;
   m.blocks = ceil_div(m.tiles, block_tiles);
   m.packets = ceil_div(kTileRows * block_tiles, kPacketValues);
@@ -87,9 +94,8 @@ struct DecodePlan {
   int router_rows = 0;     // experts of one CTA
   int router_packets = 0;  // ceil(router_rows / 3)
   int uv_parts = 0;        // UV tasks of one head and row
-  int ring_slots = 0;      // a warp
-  int act_bytes = 0;       // shared memory of the activation region
-  int wave_units = 0;
+  int ring_slots = 0;
+  int act_bytes = 0;  // shared memory of the activation region
   int smem_bytes = 0;
   // Mailboxes, in packets from the start of one parity's half.
   std::int64_t box_qkv_a = 0, box_q_b = 0, box_uk = 0, box_partial = 0, box_o = 0, box_a = 0;
@@ -102,7 +108,7 @@ struct DecodePlan {
   PENSTOCK_HOST_DEVICE constexpr int uv_tasks(int rows_now) const {
     return heads * rows_now * uv_parts;
   }
-  PENSTOCK_HOST_DEVICE constexpr int uv_part_tiles() const { return kValue / 8 / uv_parts; }
+  PENSTOCK_HOST_DEVICE constexpr int uv_part_tiles() const { return kValue / kTileRows / uv_parts; }
   PENSTOCK_HOST_DEVICE constexpr int uv_part_packets() const {
     return ceil_div(kValue / uv_parts, kPacketValues);
   }

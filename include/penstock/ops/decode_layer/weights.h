@@ -66,9 +66,9 @@ void validate(const DecodeShape& shape, const LayerTensors& tensors);
 //   router   bf16 as in the checkpoint; dense: zeros (as bias). A sigmoid router that reads them
 //            scores all slices exactly 1/2, so it chooses all, with weight 1 if the routed scale is
 //            2 and weights are not normalised: a kernel may run the router or leave it out.
-//   up_gate  per expert (the shared one last; dense: slice after slice) 2 * inter rows: row 2 i is
-//   gate row i, 2 i + 1 is up
-//            row i of the rank's slice
+//   up_gate  per expert (the shared one last; dense: slice after slice) 2 * inter rows: row 16 t +
+//   i
+//            is gate row 8 t + i of the rank's slice, row 16 t + 8 + i up row 8 t + i (i < 8)
 //   down     per expert (the shared one last) hidden rows x the rank's slice of columns
 //   norms, bias   f32
 // Values are moved, never re-rounded. `out` needs no alignment on the host; the kernel wants 256

@@ -45,29 +45,32 @@ __device__ __forceinline__ float block_sum(float x) {
 }
 
 // One unit times up to 8 rows. `row`: this lane's row (lane / 4) of activations from the unit's
-// first column on, null for zeros. Returns outputs 2 (lane % 4) and the next of row lane / 4.
+// first column on, null for zeros. Adds outputs lane / 4 (sum[0], sum[1]) and lane / 4 + 8 (sum[2],
+// sum[3]) of rows 2 (lane % 4) and the next.
 struct UnitWeights {
-  uint4 codes[kMaxSteps];
+  uint4 codes[kMaxSteps][2];
   float4 scales;
 };
 __device__ __forceinline__ UnitWeights load_unit(const std::uint8_t* matrix, const MatrixPlan& m,
-                                                 int tile, int chunk) {
-  const std::uint8_t* unit =
-      matrix + (static_cast<std::int64_t>(tile) * m.chunks + chunk) * m.unit_bytes();
+                                                 int tile, int unit) {
+  const std::uint8_t* from =
+      matrix + (static_cast<std::int64_t>(tile) * m.units + unit) * m.unit_bytes();
   UnitWeights w;
 #pragma unroll
   for (int j = 0; j < kMaxSteps; ++j) {
     if (j * 64 < m.unit_k) {
-      w.codes[j] = __ldcs(reinterpret_cast<const uint4*>(unit + j * 512 + threadIdx.x % 32 * 16));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        w.codes[j][h] = __ldcs(
+            reinterpret_cast<const uint4*>(from + (2 * j + h) * 512 + threadIdx.x % 32 * 16));
+      }
     }
   }
-  w.scales = __ldcs(reinterpret_cast<const float4*>(unit + kTileRows * m.unit_k));
+  w.scales = __ldcs(reinterpret_cast<const float4*>(from + kTileRows * m.unit_k));
   return w;
 }
-template <bool kScalePerStep>
-__device__ __forceinline__ float2 unit_product(const UnitWeights& w, int unit_k,
-                                               const std::uint16_t* row) {
-  float2 sum = {0.0F, 0.0F};
+__device__ __forceinline__ void unit_product(float (&sum)[4], const UnitWeights& w, int unit_k,
+                                             const std::uint16_t* row) {
 #pragma unroll
   for (int j = 0; j < kMaxSteps; ++j) {
     if (j * 64 >= unit_k) continue;
@@ -79,31 +82,43 @@ __device__ __forceinline__ float2 unit_product(const UnitWeights& w, int unit_k,
       x1 = x[1];
     }
     float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
-    const uint4 c = w.codes[j];
-    mma_f16(d, x0.x, x0.y, widen_e4m3(c.x), widen_e4m3(c.x >> 16));
-    mma_f16(d, x0.z, x0.w, widen_e4m3(c.y), widen_e4m3(c.y >> 16));
-    mma_f16(d, x1.x, x1.y, widen_e4m3(c.z), widen_e4m3(c.z >> 16));
-    mma_f16(d, x1.z, x1.w, widen_e4m3(c.w), widen_e4m3(c.w >> 16));
-    const float s[4] = {w.scales.x, w.scales.y, w.scales.z, w.scales.w};
-    sum.x += d[0] * s[kScalePerStep ? j : j / 2 * 2];
-    sum.y += d[1] * s[kScalePerStep ? j : j / 2 * 2 + 1];
+    const uint4 a = w.codes[j][0];
+    const uint4 b = w.codes[j][1];
+    mma_f16(d, widen_e4m3(a.x), widen_e4m3(b.x), widen_e4m3(a.x >> 16), widen_e4m3(b.x >> 16), x0.x,
+            x0.y);
+    mma_f16(d, widen_e4m3(a.y), widen_e4m3(b.y), widen_e4m3(a.y >> 16), widen_e4m3(b.y >> 16), x0.z,
+            x0.w);
+    mma_f16(d, widen_e4m3(a.z), widen_e4m3(b.z), widen_e4m3(a.z >> 16), widen_e4m3(b.z >> 16), x1.x,
+            x1.y);
+    mma_f16(d, widen_e4m3(a.w), widen_e4m3(b.w), widen_e4m3(a.w >> 16), widen_e4m3(b.w >> 16), x1.z,
+            x1.w);
+    const float low = j == 0 ? w.scales.x : w.scales.z;
+    const float high = j == 0 ? w.scales.y : w.scales.w;
+    sum[0] += d[0] * low;
+    sum[1] += d[1] * low;
+    sum[2] += d[2] * high;
+    sum[3] += d[3] * high;
   }
-  return sum;
 }
 
-// Sums of the warps of each tile; thread 64 t + 8 s + n gets output n of row s of the CTA's tile t.
-__device__ __forceinline__ float tile_sum(float2 mine, int warps_a_tile) {
-  __shared__ float sums[kBlockWarps][64];
+// Sums of the warps of each tile; thread 128 t + 16 s + n gets output n of row s of the CTA's tile
+// t.
+__device__ __forceinline__ float tile_sum(const float (&mine)[4], int warps_a_tile) {
+  __shared__ float sums[kBlockWarps][kTileRows * 8];
   const int lane = static_cast<int>(threadIdx.x % 32);
-  *reinterpret_cast<float2*>(&sums[threadIdx.x / 32][lane / 4 * 8 + lane % 4 * 2]) = mine;
+  float* to = sums[threadIdx.x / 32] + lane / 4 * 8 + lane % 4 * 2;
+  *reinterpret_cast<float2*>(to) = make_float2(mine[0], mine[1]);
+  *reinterpret_cast<float2*>(to + 64) = make_float2(mine[2], mine[3]);
   __syncthreads();
-  const int tile = static_cast<int>(threadIdx.x) / 64;
+  const int tile = static_cast<int>(threadIdx.x) / 128;
+  const int at = static_cast<int>(threadIdx.x % 16 * 8 + threadIdx.x / 16 % 8);
   float total = 0.0F;
   if (tile * warps_a_tile < kBlockWarps) {
-    for (int i = 0; i < warps_a_tile; ++i) total += sums[tile * warps_a_tile + i][threadIdx.x % 64];
+    for (int i = 0; i < warps_a_tile; ++i) total += sums[tile * warps_a_tile + i][at];
   }
   return total;
 }
+__host__ __device__ constexpr int warps_a_tile(const MatrixPlan& m) { return m.units >= 8 ? 8 : 4; }
 
 enum class Product { kQkvA, kQB, kUk, kUv, kO };
 
@@ -122,7 +137,7 @@ __global__ void __launch_bounds__(kBlock) chain_product(const __grid_constant__ 
                                                  : a.weights.o;
   const std::uint8_t* matrix = a.layer.weights + at;
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const int warps = m.chunks >= 8 ? 8 : m.chunks >= 4 ? 4 : 2;
+  const int warps = warps_a_tile(m);
   const int tiles = kBlockWarps / warps;
   const int tile = static_cast<int>(blockIdx.x) * tiles + warp / warps;
   const int lane_row = static_cast<int>(threadIdx.x % 32 / 4);
@@ -138,22 +153,20 @@ __global__ void __launch_bounds__(kBlock) chain_product(const __grid_constant__ 
     }
     if (kind == Product::kO) row = a.o + lane_row * p.heads * kValue;
   }
-  float2 sum = {0.0F, 0.0F};
+  float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
   if (tile < m.tiles) {
-    UnitWeights next = load_unit(matrix, m, tile, min(warp % warps, m.chunks - 1));
-    for (int chunk = warp % warps; chunk < m.chunks; chunk += warps) {
+    UnitWeights next = load_unit(matrix, m, tile, min(warp % warps, m.units - 1));
+    for (int unit = warp % warps; unit < m.units; unit += warps) {
       const UnitWeights w = next;
-      if (chunk + warps < m.chunks) next = load_unit(matrix, m, tile, chunk + warps);
-      const float2 d = unit_product<kind == Product::kUk>(
-          w, m.unit_k, row == nullptr ? nullptr : row + chunk * m.unit_k);
-      sum.x += d.x;
-      sum.y += d.y;
+      if (unit + warps < m.units) next = load_unit(matrix, m, tile, unit + warps);
+      unit_product(sum, w, m.unit_k, row == nullptr ? nullptr : row + unit * m.unit_k);
     }
   }
   float v = tile_sum(sum, warps);
-  const int s = static_cast<int>(threadIdx.x) / 8 % 8;
-  const int out = (static_cast<int>(blockIdx.x) * tiles + static_cast<int>(threadIdx.x) / 64) * 8 +
-                  static_cast<int>(threadIdx.x % 8);
+  const int s = static_cast<int>(threadIdx.x) / 16 % 8;
+  const int out =
+      (static_cast<int>(blockIdx.x) * tiles + static_cast<int>(threadIdx.x) / 128) * kTileRows +
+      static_cast<int>(threadIdx.x % kTileRows);
   if (kind == Product::kQB) {
     const float other = __shfl_xor_sync(0xffffffffU, v, 1);
     const int in_head = out % kQueryHead;
@@ -165,8 +178,8 @@ __global__ void __launch_bounds__(kBlock) chain_product(const __grid_constant__ 
       v = out % 2 == 0 ? v * cosine - other * sine : other * sine + v * cosine;
     }
   }
-  if (threadIdx.x >= 64 * tiles || s >= a.rows || out >= m.tiles * 8) return;
-  const int columns = m.tiles * 8;
+  if (threadIdx.x >= 128 * tiles || s >= a.rows || out >= m.tiles * kTileRows) return;
+  const int columns = m.tiles * kTileRows;
   if (kind == Product::kQkvA) a.c[s * columns + out] = half_of_bf16(v);
   if (kind == Product::kQB) a.q[s * columns + out] = half_of_bf16(v);
   if (kind == Product::kUk) a.q_lat[s * columns + out] = half_of_bf16(v);
@@ -503,7 +516,7 @@ __global__ void __launch_bounds__(kBlock) chain_routing(const __grid_constant__ 
   }
 }
 
-// A tile of 4 gate and 4 up rows of one active expert.
+// A tile of 8 gate and 8 up rows of one active expert.
 __global__ void __launch_bounds__(kBlock) chain_up_gate(const __grid_constant__ ChainArguments a) {
   const DecodePlan& p = a.plan;
   const ChainRouting& r = *a.routing;
@@ -515,72 +528,77 @@ __global__ void __launch_bounds__(kBlock) chain_up_gate(const __grid_constant__ 
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane_row = static_cast<int>(threadIdx.x % 32 / 4);
   const std::uint16_t* row = lane_row < a.rows ? a.n + lane_row * p.hidden : nullptr;
-  float2 sum = {0.0F, 0.0F};
-  if (warp < p.up_gate.chunks) {
+  float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+  if (warp < p.up_gate.units) {
     UnitWeights next = load_unit(matrix, p.up_gate, tile, warp);
-    for (int chunk = warp; chunk < p.up_gate.chunks; chunk += kBlockWarps) {
+    for (int unit = warp; unit < p.up_gate.units; unit += kBlockWarps) {
       const UnitWeights w = next;
-      if (chunk + kBlockWarps < p.up_gate.chunks) {
-        next = load_unit(matrix, p.up_gate, tile, chunk + kBlockWarps);
+      if (unit + kBlockWarps < p.up_gate.units) {
+        next = load_unit(matrix, p.up_gate, tile, unit + kBlockWarps);
       }
-      const float2 d = unit_product<false>(
-          w, p.up_gate.unit_k, row == nullptr ? nullptr : row + chunk * p.up_gate.unit_k);
-      sum.x += d.x;
-      sum.y += d.y;
+      unit_product(sum, w, p.up_gate.unit_k,
+                   row == nullptr ? nullptr : row + unit * p.up_gate.unit_k);
     }
   }
   const float v = tile_sum(sum, kBlockWarps);
-  const float up = __shfl_down_sync(0xffffffffU, v, 1);
-  const int s = static_cast<int>(threadIdx.x) / 8 % 8;
-  if (threadIdx.x >= 64 || threadIdx.x % 2 != 0 || s >= a.rows) return;
+  const float up = __shfl_down_sync(0xffffffffU, v, 8);
+  const int s = static_cast<int>(threadIdx.x) / 16 % 8;
+  const int i = static_cast<int>(threadIdx.x % 16);
+  if (threadIdx.x >= 128 || i >= 8 || s >= a.rows) return;
   const int place = r.place[index][s];
   if (place == 0) return;
-  a.mid[(s * (p.top_k + 1) + place - 1) * p.inter + tile * 4 +
-        static_cast<int>(threadIdx.x % 8) / 2] = half_of_bf16(v / (1.0F + expf(-v)) * up);
+  a.mid[(s * (p.top_k + 1) + place - 1) * p.inter + tile * 8 + i] =
+      half_of_bf16(v / (1.0F + expf(-v)) * up);
 }
 
-// A tile of 8 hidden columns over all active experts.
+// A tile of 16 hidden columns over all active experts.
 __global__ void __launch_bounds__(kBlock) chain_down(const __grid_constant__ ChainArguments a) {
   const DecodePlan& p = a.plan;
   const ChainRouting& r = *a.routing;
   const int tile = static_cast<int>(blockIdx.x);
   const int lane_row = static_cast<int>(threadIdx.x % 32 / 4);
-  const int chunks = p.down.chunks;
-  const int items = r.count * chunks;
+  const int units = p.down.units;
+  const int items = r.count * units;
   const std::uint8_t* base = a.layer.weights + a.weights.down;
   const std::int64_t expert_bytes = p.down.bytes();
-  float2 sum = {0.0F, 0.0F};
+  const int pair = static_cast<int>(threadIdx.x % 4 * 2);
+  float sum[4] = {0.0F, 0.0F, 0.0F, 0.0F};
   int item = static_cast<int>(threadIdx.x / 32);
   if (item < items) {
     UnitWeights next =
-        load_unit(base + r.expert[item / chunks] * expert_bytes, p.down, tile, item % chunks);
+        load_unit(base + r.expert[item / units] * expert_bytes, p.down, tile, item % units);
     for (; item < items; item += kBlockWarps) {
       const UnitWeights w = next;
       const int then = item + kBlockWarps;
       if (then < items) {
-        next =
-            load_unit(base + r.expert[then / chunks] * expert_bytes, p.down, tile, then % chunks);
+        next = load_unit(base + r.expert[then / units] * expert_bytes, p.down, tile, then % units);
       }
-      const int place = lane_row < a.rows ? r.place[item / chunks][lane_row] : 0;
+      const std::uint8_t* places = r.place[item / units];
+      const int place = lane_row < a.rows ? places[lane_row] : 0;
       const std::uint16_t* row = place == 0
                                      ? nullptr
                                      : a.mid + (lane_row * (p.top_k + 1) + place - 1) * p.inter +
-                                           item % chunks * p.down.unit_k;
-      const float2 d = unit_product<false>(w, p.down.unit_k, row);
-      const float weight = place == 0 ? 0.0F : r.weight[lane_row][place - 1];
-      sum.x += weight * d.x;
-      sum.y += weight * d.y;
+                                           item % units * p.down.unit_k;
+      float d[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+      unit_product(d, w, p.down.unit_k, row);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int of = pair + k < a.rows ? places[pair + k] : 0;
+        const float weight = of == 0 ? 0.0F : r.weight[pair + k][of - 1];
+        sum[k] += weight * d[k];
+        sum[k + 2] += weight * d[k + 2];
+      }
     }
   }
   const float v = tile_sum(sum, kBlockWarps);
-  const int s = static_cast<int>(threadIdx.x) / 8;
-  if (s >= a.rows || threadIdx.x >= 64) return;
-  a.y[s * p.hidden + tile * 8 + static_cast<int>(threadIdx.x % 8)] =
+  const int s = static_cast<int>(threadIdx.x) / 16;
+  if (s >= a.rows || threadIdx.x >= 128) return;
+  a.y[s * p.hidden + tile * kTileRows + static_cast<int>(threadIdx.x % 16)] =
       __bfloat16_as_ushort(__float2bfloat16_rn(v));
 }
 
 int blocks_of(const MatrixPlan& m) {
-  const int warps = m.chunks >= 8 ? 8 : m.chunks >= 4 ? 4 : 2;
+  const int warps = warps_a_tile(m);
   return ceil_div(m.tiles, kBlockWarps / warps);
 }
 

@@ -79,10 +79,15 @@ __device__ __forceinline__ std::uint32_t load_acquire_shared(std::uint32_t addre
 __device__ __forceinline__ void store_release_shared(std::uint32_t address, std::uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
-// Weights are read once a layer: evict-first keeps mailboxes and cache rows in L2.
+__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Copies, and has the barrier's phase wait for the bytes; whoever calls it arrives after the
+// phase's last copy. Weights are read once a layer: evict-first keeps mailboxes and cache rows in
+// L2.
 __device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier, std::uint64_t policy) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
@@ -114,6 +119,23 @@ __device__ __forceinline__ float4 load_shared_f32(std::uint32_t address) {
       : "r"(address));
   return v;
 }
+// Volatile: weights must be out of their slot before it is handed back.
+__device__ __forceinline__ uint4 take_shared(std::uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 take_shared_f32(std::uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
 // Makes an address depend on this point of the program: no load from it moves above.
 __device__ __forceinline__ std::uint32_t pin(std::uint32_t address) {
   asm volatile("" : "+r"(address)::"memory");
@@ -128,13 +150,14 @@ __device__ __forceinline__ std::uint32_t widen_e4m3(std::uint32_t pair) {
       : "r"(pair));
   return out;
 }
-// D += A B, A: 16 x 16 of which only the first 8 rows are live, B: 16 x 8.
-__device__ __forceinline__ void mma_f16(float (&d)[4], std::uint32_t a0, std::uint32_t a2,
-                                        std::uint32_t b0, std::uint32_t b1) {
+// D = A B + C, A: 16 x 16, B: 16 x 8.
+__device__ __forceinline__ void mma_f16(float (&d)[4], std::uint32_t a0, std::uint32_t a1,
+                                        std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                        std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(0U), "r"(a2), "r"(0U), "r"(b0), "r"(b1));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
                                          std::uint32_t b0, std::uint32_t b1) {

@@ -109,8 +109,7 @@ DecodeLayer::DecodeLayer(const DecodeShape& shape, const DecodeOptions& options)
   }
   const double deadline = options.deadline_s > 0 ? options.deadline_s : Env::deadline_s();
   a.deadline_ns = static_cast<std::uint64_t>(deadline * 1e9);
-  a.by_up_gate_chunks = divisor(plan.up_gate.chunks);
-  a.by_mid_packets = divisor(plan.up_gate.tiles);
+  a.by_up_gate_tiles = divisor(plan.up_gate.tiles);
   a.boxes = allocate<std::uint8_t>(2 * plan.box_packets * 16);
   a.window = allocate<std::uint8_t>(2 * plan.win_packets * 16);
   a.counter = allocate<std::uint32_t>(4);

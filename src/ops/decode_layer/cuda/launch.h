@@ -75,14 +75,14 @@ struct DecodeArguments {
   FaultRecord* fault;
   std::uint64_t deadline_ns;
   std::int64_t* timeline;  // [layers, grid, kTimelineEvents] or null
-  Divisor by_up_gate_chunks, by_mid_packets;
+  Divisor by_up_gate_tiles;
   // DecodeStall: CTA stall_cta (-1: all) waits stall_ns (0: no stall) before stage stall_stage.
   int stall_stage, stall_cta;
   std::uint64_t stall_ns;
 };
 
 // Whether the kernel heeds the stall.
-inline constexpr bool kKernelStalls = false;
+inline constexpr bool kKernelStalls = true;
 
 // Registers, spills and limits of a kernel, for tests and reports.
 struct KernelResources {
