@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -159,6 +160,45 @@ TEST(CudaHostTest, AKernelRingThatIsNeverEmptyDoesNotKeepTheHostOut) {
     x.engine.quiet();
   });
   fake_cuda::set_pace(microseconds(0));
+}
+
+// Two operators' slices of one device allocation: the same offsets in each, and a third that does
+// not fit the budget.
+TEST(CudaHostTest, SlicesOfAPoolAreSeparate) {
+  fake_cuda::set_pace(microseconds(0));
+  run_local_team(2, [](const TeamHandle& team) {
+    const auto rank = DeviceRank::create(team, 0);
+    WindowPool pool(team, 4 * kBytes, cuda::device_window_backend(0));
+    const Layout layout("puts", "", {{"all", 0, kBytes, 8, Access::kAll, Access::kAll}});
+    const auto a = pool.lease("a", layout);
+    const auto b = pool.lease("b", layout);
+    EXPECT_EQ(a->mapping(), b->mapping());
+    // The budget is rounded up to whole granules.
+    const std::uint64_t granule = cuda::granule_bytes(0);
+    const Layout big("big", "", {{"all", 0, granule, 8, Access::kAll, Access::kAll}});
+    EXPECT_THROW((void)pool.lease("c", big), Error);
+    DeviceCopyEngine to_a(rank, a);
+    DeviceCopyEngine to_b(rank, b);
+    PutDescriptor put;
+    put.peer = 1 - team->rank();
+    put.bytes = 8;
+    put.dst_offset = 4096;
+    std::uint64_t value = 10 + static_cast<std::uint64_t>(team->rank());
+    cuda::write_device(a->local(), &value, sizeof(value));
+    value += 10;
+    cuda::write_device(b->local(), &value, sizeof(value));
+    to_a.put(put);
+    to_b.put(put);
+    to_a.quiet();
+    to_b.quiet();
+    team->barrier();
+    const auto from = static_cast<std::uint64_t>(put.peer);
+    cuda::read_device(&value, a->local() + 4096, sizeof(value));
+    EXPECT_EQ(value, 10 + from);
+    cuda::read_device(&value, b->local() + 4096, sizeof(value));
+    EXPECT_EQ(value, 20 + from);
+    team->barrier();
+  });
 }
 
 // ---- NCCL -------------------------------------------------------------------------------------
