@@ -736,45 +736,51 @@ TEST_P(FabricGpuTest, PacketTagsWrapAndSweep) {
   }
 }
 
+// From the first epoch, and from one whose next two sweep the mailboxes: there threads whose wait
+// has failed must still come to the barriers of their block.
 TEST_P(FabricGpuTest, PacketWaitsEndAtTheDeadline) {
-  run(
-      [&](const TeamHandle& team) {
-        PacketRank x(team, device_of(team->rank()), 1024);
-        DeviceBuffer<std::uint16_t> in(random_bf16(6144, 3));
-        DeviceBuffer<std::uint16_t> out(6144);
-        out.fill(0xee);
-        x.args.in = reinterpret_cast<const std::uint32_t*>(in.data());
-        x.args.out = reinterpret_cast<std::uint32_t*>(out.data());
-        x.args.count = 1024;
-        x.args.calls = 3;
-        team->barrier();
-        if (team->rank() != 0) {
-          PENSTOCK_CUDA_CHECK(cuda::launch_packet_calls(x.args, 4, x.stream.handle));
-          x.rank->track(x.stream.handle);
-          x.stream.wait();
-          std::uint32_t status = 0;
-          cuda::read_device(&status, x.status.data(), sizeof(status));
-          EXPECT_NE(status, 0U);
-          std::vector<std::uint16_t> got(6144);
-          cuda::read_device(got.data(), out.data(), out.bytes());
-          EXPECT_EQ(std::count(got.begin(), got.end(), 0xeeee),
-                    6144);  // nothing derived was published
-        }
-        const auto start = std::chrono::steady_clock::now();
-        while (!team->faulted() && std::chrono::steady_clock::now() - start <
-                                       stretched(std::chrono::milliseconds(2000))) {
-          std::this_thread::yield();
-        }
-        ASSERT_TRUE(team->faulted());
-        EXPECT_EQ(team->fault()->peer, 0) << describe(*team->fault());
-        team->rearm();
-        // Tags of the aborted epochs are never used again: continue above them.
-        constexpr std::uint64_t kFloor = 10;
-        cuda::write_device(x.words.data(), &kFloor, sizeof(kFloor));
-        cuda::zero_device(x.status.data(), 4);
-        check_packets(team, x, 1024, 4, 50, false, 9, std::min(8, x.rank->sms()));
-      },
-      std::chrono::milliseconds(300));
+  for (const std::uint64_t before : {std::uint64_t{0}, kSweepPeriod - 2}) {
+    run(
+        [&](const TeamHandle& team) {
+          PacketRank x(team, device_of(team->rank()), 1024);
+          cuda::write_device(x.words.data(), &before, sizeof(before));
+          DeviceBuffer<std::uint16_t> in(random_bf16(6144, 3));
+          DeviceBuffer<std::uint16_t> out(6144);
+          out.fill(0xee);
+          x.args.in = reinterpret_cast<const std::uint32_t*>(in.data());
+          x.args.out = reinterpret_cast<std::uint32_t*>(out.data());
+          x.args.count = 1024;
+          x.args.calls = 3;
+          team->barrier();
+          if (team->rank() != 0) {
+            PENSTOCK_CUDA_CHECK(cuda::launch_packet_calls(x.args, 4, x.stream.handle));
+            x.rank->track(x.stream.handle);
+            x.stream.wait();
+            std::uint32_t status = 0;
+            cuda::read_device(&status, x.status.data(), sizeof(status));
+            EXPECT_NE(status, 0U);
+            std::vector<std::uint16_t> got(6144);
+            cuda::read_device(got.data(), out.data(), out.bytes());
+            EXPECT_EQ(std::count(got.begin(), got.end(), 0xeeee),
+                      6144);  // nothing derived was published
+          }
+          const auto start = std::chrono::steady_clock::now();
+          while (!team->faulted() && std::chrono::steady_clock::now() - start <
+                                         stretched(std::chrono::milliseconds(2000))) {
+            std::this_thread::yield();
+          }
+          ASSERT_TRUE(team->faulted());
+          EXPECT_EQ(team->fault()->peer, 0) << describe(*team->fault());
+          team->rearm();
+          // Tags of the aborted epochs are never used again: continue above them.
+          const std::uint64_t floor = before + 10;
+          cuda::write_device(x.words.data(), &floor, sizeof(floor));
+          cuda::zero_device(x.args.barrier, sizeof(*x.args.barrier));
+          cuda::zero_device(x.status.data(), 4);
+          check_packets(team, x, 1024, 4, 50, false, 9, std::min(8, x.rank->sms()));
+        },
+        std::chrono::milliseconds(300));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Placements, FabricGpuTest,
