@@ -21,9 +21,10 @@ inline EngineOptions decode_options(DecodeLayersFactory factory, int ranks) {
 }
 
 // The first `steps` greedy tokens of each golden prompt, prefill in chunks of rows, then one row a
-// step: transformers' tokens. The operator's bf16 hand-offs move logits by up to 0.02 (FP8 caches
-// 0.1), and the golden runs hold choices between two tokens that lie closer: where a token differs,
-// the two must lie within `tie` in f32, and the run goes on with the golden one. Returns how often.
+// step: transformers' tokens. The operator's bf16 hand-offs move logits (GoldenMargins says how
+// far; FP8 caches by 0.1), and the golden runs hold choices between two tokens that lie closer:
+// where a token differs, the two must lie within `tie` in f32, and the run goes on with the golden
+// one. Returns how often.
 inline int expect_golden_tokens(Engine& engine, int prompts, std::size_t steps, float tie) {
   constexpr std::size_t kGenerated = 160;
   Engine exact(tiny(), {.threads = 1});

@@ -1,8 +1,9 @@
 // The decode layer in plain loops: the oracle of the kernel, stage by stage, and the CPU operator.
 //
 // Arithmetic is f64 within a stage; what a stage hands on is rounded as the kernel names it:
-//   c (qkv_a's output, before its norms), q (rotated), q_lat, o_lat, o, mid, the ranks' partial
-//   sums of both all-reduces, the residual after each of them: bf16, nearest even. Norms: mean of
+//   c (qkv_a's output, before its norms), q (rotated), q_lat, o, mid, the ranks' partial
+//   sums of both all-reduces, the residual after each of them: bf16, nearest even. o_lat stays
+//   inside a stage (the kernel holds it in f16, three bits more than bf16). Norms: mean of
 //   squares in f32 or better, x * rsqrt * gain rounded once to bf16. Router scores, their bias,
 //   routing weights, softmax: f32 or better, never bf16. Cache rows: bf16(latent), bf16(rope); FP8
 //   formats store E4M3 of these bf16 values. kFp8Scaled: one power of two per 128 values,
