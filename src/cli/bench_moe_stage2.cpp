@@ -462,8 +462,10 @@ int run(const Command& command, const Options& options) {
   std::vector<Point> points = measure(options, ranks, problems, "bench moe-stage2");
   const std::string machine = machine_of(ranks, points.front());
   for (Point& point : points) {
-    point.marked = options.transport == "auto" ? choose_transport(machine, point.shape)
-                                               : parse_transport(options.transport);
+    point.marked =
+        options.transport == "auto"
+            ? choose_transport(machine, point.shape, point.facts.value("ranks_share_gpu", false))
+            : parse_transport(options.transport);
   }
   std::string trace;
   if (!options.common.trace.empty()) {

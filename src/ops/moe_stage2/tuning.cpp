@@ -129,8 +129,9 @@ std::optional<TransportKind> tuned_transport(std::string_view machine, const Sha
   return {};
 }
 
-TransportKind choose_transport(std::string_view machine, const Shape& shape) {
-  return tuned_transport(machine, shape).value_or(choose_transport(shape));
+TransportKind choose_transport(std::string_view machine, const Shape& shape, bool ranks_share_gpu) {
+  return tuned_transport(machine, shape)
+      .value_or(ranks_share_gpu ? TransportKind::kDirect : choose_transport(shape));
 }
 
 }  // namespace penstock::moe_stage2

@@ -39,7 +39,9 @@ void store_crossover(const Crossover& crossover);
 // remedy, where it is not what store_crossover() writes.
 std::optional<TransportKind> tuned_transport(std::string_view machine, const Shape& shape);
 
-// `auto`: what is stored, else choose_transport(shape).
-TransportKind choose_transport(std::string_view machine, const Shape& shape);
+// `auto`: what is stored, else choose_transport(shape), or direct where ranks share a GPU: copies
+// within one run on the SMs that the GEMM is on (docs/moe-stage2.md has the figures).
+TransportKind choose_transport(std::string_view machine, const Shape& shape,
+                               bool ranks_share_gpu = false);
 
 }  // namespace penstock::moe_stage2

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <optional>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "core/cuda/check.h"
@@ -55,7 +56,8 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
         options_(options),
         rank_(team_->rank()),
         op_(team_->next_operator()) {
-    collectively(*team_, [&] { settle_options(); });
+    const bool shared = any_rank_shares();
+    collectively(*team_, [&] { settle_options(shared); });
     window_ = Window::create(team_, layout_, cuda::device_window_backend(device_rank_->device()));
     collectively(*team_, [&] { build(); });
     team_->add_hook(this);
@@ -153,7 +155,18 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
   bool staged() const { return options_.transport != TransportKind::kDirect; }
   CallReport* report() const { return report_.as<CallReport>(); }
 
-  void settle_options() {
+  // Collective, because all ranks have to choose the same.
+  bool any_rank_shares() const {
+    int sms = 0;
+    const cudaError_t status =
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_rank_->device());
+    const unsigned char mine = status == cudaSuccess && device_rank_->sms() < sms ? 1 : 0;
+    std::vector<unsigned char> all(static_cast<std::size_t>(team_->size()));
+    team_->all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+    return std::find(all.begin(), all.end(), 1) != all.end();
+  }
+
+  void settle_options(bool shared) {
     validate(shape_);
     require(shape_.ranks == team_->size(), ErrorKind::kInvalidArgument, [&] {
       return fmt::format("moe_stage2: the shape has {} ranks, the team {}", shape_.ranks,
@@ -165,7 +178,8 @@ class CudaMoeStage2 final : public MoeStage2, public RearmHook {
     });
     if (options_.tiles_per_chunk == 0) options_.tiles_per_chunk = choose_tiles_per_chunk(shape_);
     if (options_.choose_transport) {
-      options_.transport = choose_transport(cuda::gpu_state(device_rank_->device()).name, shape_);
+      options_.transport =
+          choose_transport(cuda::gpu_state(device_rank_->device()).name, shape_, shared);
     }
     const bool copies = options_.transport == TransportKind::kSm && options_.fuse;
     require(!copies || (options_.copy_ctas >= 0 && options_.copy_ctas <= kMostCopyCtas &&
