@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
 #include "penstock/core/error.h"
 #include "penstock/ops/moe_stage2/heuristics.h"
+#include "penstock/ops/moe_stage2/tuning.h"
 
 namespace penstock::moe_stage2 {
 namespace {
@@ -100,6 +105,21 @@ TEST(Heuristics, SmallBatchesAreStoredDirectly) {
   EXPECT_EQ(choose_transport(shape), TransportKind::kDirect);
   shape.max_tokens_per_rank = kCopyEngineFromTokens;
   EXPECT_EQ(choose_transport(shape), TransportKind::kCopyEngine);
+}
+
+TEST(Heuristics, RanksThatShareAGpuStoreDirectlyUnlessTuned) {
+  const std::string folder = testing::TempDir() + "penstock_auto";
+  ASSERT_EQ(setenv("XDG_CONFIG_HOME", folder.c_str(), 1), 0);
+  Shape shape;
+  shape.ranks = 2;
+  shape.hidden = 384;
+  shape.max_tokens_per_rank = kCopyEngineFromTokens;
+  EXPECT_EQ(choose_transport("some GPU", shape, false), TransportKind::kCopyEngine);
+  EXPECT_EQ(choose_transport("some GPU", shape, true), TransportKind::kDirect);
+  store_crossover({"some GPU", 2, 384, shape.wire, {{1, TransportKind::kSm}}});
+  EXPECT_EQ(choose_transport("some GPU", shape, true), TransportKind::kSm);
+  std::filesystem::remove_all(folder);
+  ASSERT_EQ(unsetenv("XDG_CONFIG_HOME"), 0);
 }
 
 TEST(Heuristics, CopyCtasCarryTheRowsOfTheGemm) {
