@@ -112,13 +112,6 @@ __device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
       : "r"(address));
   return v;
 }
-__device__ __forceinline__ float4 load_shared_f32(std::uint32_t address) {
-  float4 v;
-  asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address));
-  return v;
-}
 // Volatile: weights must be out of their slot before it is handed back.
 __device__ __forceinline__ uint4 take_shared(std::uint32_t address) {
   uint4 v;
