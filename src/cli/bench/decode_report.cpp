@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <cmath>
+
 #include "penstock/core/version.h"
 
 namespace penstock::bench {
@@ -103,7 +105,10 @@ Json decode_line(const decode::DecodeBenchOptions& options, const decode::Decode
   if (point.check_error >= 0) {
     j["worst_row_error"] = point.check_error;
     j["near_tied_rows"] = point.near_ties;
-    j["narrowest_gap"] = point.narrowest_gap;
+    // Not known where shards on several GPUs were compared with each other.
+    if (point.narrowest_gap > 0 && std::isfinite(point.narrowest_gap)) {
+      j["narrowest_gap"] = point.narrowest_gap;
+    }
     j["correct"] = !decode_wrong(point);
     for (const decode::DecodeFlip& flip : point.flips) {
       j["flips"].push_back({{"weight_set", flip.set},

@@ -24,7 +24,7 @@ int activation_bytes(const DecodeShape& shape, int rows) {
   // Queries, keys, probabilities.
   const int attention =
       kHeadGroup * kKeyPitch + kSplitPicks * kKeyPitch + 2 * kHeadGroup * (kSplitPicks + 8) * 2;
-  const int combine = row(kLatent) + 5 * kLatent * 4;
+  const int combine = row(kLatent) + 2 * kLatent * 4;  // two groups of splits
   return std::max({rows * row(shape.hidden), rows * row(shape.q_lora), rows * row(kNope), attention,
                    combine, rows * row(shape.local_heads() * kValue),
                    (rows * (shape.top_k + 1) + 1) * row(shape.local_intermediate())});
@@ -58,12 +58,16 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   // makes two parities of mailboxes enough.
   const int hidden_tiles = p.hidden / kTileRows;
   const int column_tiles = ceil_div(hidden_tiles, std::min(sms, hidden_tiles));
-  require(column_tiles <= kMaxBlockTiles, ErrorKind::kUnsupported, [&] {
+  // The chunks of a CTA's tiles of one expert's down projection share a wave.
+  const int most_tiles =
+      std::min(kMaxBlockTiles, kWaveChunks / matrix_plan(p.hidden, p.inter, 1).chunks);
+  require(column_tiles <= most_tiles, ErrorKind::kUnsupported, [&] {
     return fmt::format(
-        "decode_layer: {} multiprocessors for hidden {} leave {} tiles of 16 columns to one CTA, "
-        "at "
-        "most {} fit: allow at least {} multiprocessors",
-        sms, p.hidden, column_tiles, kMaxBlockTiles, ceil_div(hidden_tiles, kMaxBlockTiles));
+        "decode_layer: {} multiprocessors for hidden {} and {} intermediate columns a rank leave "
+        "{} "
+        "tiles of 16 columns to one CTA, at most {} fit: allow at least {} multiprocessors, or use "
+        "more ranks",
+        sms, p.hidden, p.inter, column_tiles, most_tiles, ceil_div(hidden_tiles, most_tiles));
   });
   p.grid = ceil_div(hidden_tiles, column_tiles);
 
@@ -79,14 +83,6 @@ DecodePlan make_plan(const DecodeShape& shape, int sms, int smem_limit, int rows
   p.o = matrix_plan(p.hidden, p.heads * kValue, column_tiles);
   p.up_gate = matrix_plan(2 * p.inter, p.hidden, 1);
   p.down = matrix_plan(p.hidden, p.inter, column_tiles);
-  require(column_tiles * p.down.chunks <= kWaveChunks, ErrorKind::kUnsupported, [&] {
-    return fmt::format(
-        "decode_layer: {} multiprocessors leave {} tiles of 16 columns to one CTA, whose {} chunks "
-        "of "
-        "one expert's down projection are more than {}: allow more multiprocessors or use more "
-        "ranks",
-        sms, column_tiles, column_tiles * p.down.chunks, kWaveChunks);
-  });
   p.router_unit_k = p.hidden % kRouterColumns == 0 ? kRouterColumns : 256;
   p.router_chunks = p.hidden / p.router_unit_k;
   p.router_rows = ceil_div(p.experts, p.grid);

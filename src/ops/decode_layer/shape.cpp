@@ -31,8 +31,8 @@ void validate(const DecodeShape& shape) {
             return fmt::format("decode_layer: {} ranks, supported are 1, 2, 4 and 8", shape.ranks);
           });
   in_range("rank", shape.rank, 0, shape.ranks - 1);
-  multiple("hidden", shape.hidden, 256, "weight units span 256 columns");
-  multiple("q_lora", shape.q_lora, 128, "weight units span 128 or 256 columns");
+  multiple("hidden", shape.hidden, 256, "the router's units span 256 columns");
+  multiple("q_lora", shape.q_lora, 128, "weight units span 128 columns");
   require(shape.hidden <= 8192 && shape.q_lora <= 8192, ErrorKind::kUnsupported, [&] {
     return fmt::format(
         "decode_layer: hidden {} and q_lora {} must be at most 8192: rows are held in shared "

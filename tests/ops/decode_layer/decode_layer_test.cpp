@@ -63,7 +63,7 @@ TEST(DecodePlan, FitsEveryRankCountOfGlm5) {
     for (int r = 1; r <= rows; ++r) {
       const DecodePlan p = make_plan(s, kH200Sms, kH200Smem, r);
       EXPECT_LE(p.smem_bytes, kH200Smem);
-      EXPECT_GE(p.ring_slots, 2);
+      EXPECT_GE(p.ring_slots, 3);
       // Every CTA owns exactly one block of hidden columns.
       EXPECT_EQ(p.o.blocks, p.grid);
       EXPECT_LE(p.grid, kH200Sms);
@@ -75,8 +75,14 @@ TEST(DecodePlan, FitsEveryRankCountOfGlm5) {
 }
 
 TEST(DecodePlan, RefusesASmallSmBudgetWithTheNumberNeeded) {
-  EXPECT_NE(message_of([] { make_plan(DecodeShape{}, 64, kH200Smem, 1); }).find("at least 96"),
-            std::string::npos);
+  DecodeShape s;
+  for (const auto& [ranks, needed] : {std::pair{1, 128}, std::pair{2, 128}, std::pair{8, 96}}) {
+    s.ranks = ranks;
+    const std::string wanted = "at least " + std::to_string(needed) + " ";
+    EXPECT_NE(message_of([&] { make_plan(s, 64, kH200Smem, 1); }).find(wanted), std::string::npos);
+    EXPECT_NO_THROW(make_plan(s, needed, kH200Smem, 1));
+    EXPECT_THROW(make_plan(s, needed - 1, kH200Smem, 1), Error);
+  }
 }
 
 TEST(DecodeWeights, PreparedElementsAreTheCheckpoints) {

@@ -42,7 +42,8 @@ template <typename F>
 void parallel(std::size_t count, F&& f) {
   std::atomic<std::size_t> next{0};
   std::vector<std::thread> threads;
-  const std::size_t n = std::min<std::size_t>(count, std::thread::hardware_concurrency());
+  const std::size_t n =
+      std::min<std::size_t>(count, std::max(1U, std::thread::hardware_concurrency()));
   for (std::size_t t = 0; t < n; ++t) {
     threads.emplace_back([&] {
       for (std::size_t i = next++; i < count; i = next++) f(i);

@@ -56,8 +56,7 @@ struct DecodeStall {
 // Construct, set_layers, then run() as often as wanted.
 //
 // Determinism: equal inputs give equal bits, whatever the launch, transport or graph. A row's bits
-// do not depend on other rows or on padding; the sums of squares of the norms are added in an order
-// that depends on the SM budget (equal budgets, equal bits).
+// do not depend on other rows, on padding or on the SM budget.
 // One instance is for one stream at a time: launches must not overlap.
 class DecodeLayer {
  public:

@@ -42,7 +42,7 @@ struct DecodeShape {
   int hidden = 6144;        // multiple of 256
   int q_lora = 2048;        // multiple of 128
   int heads = 64;           // of all ranks together; multiple of ranks
-  int experts = 256;        // routed, 8 .. 256
+  int experts = 256;        // routed, 1 .. 256
   int top_k = 8;            // 1 .. 8
   int intermediate = 2048;  // of one expert, all ranks together
   // A dense layer: its MLP is cut into experts + 1 slices of `intermediate` columns, which run as

@@ -998,12 +998,6 @@ __device__ __forceinline__ void await_row(Fixed& f, int layer, int s) {
   __threadfence_block();
 }
 
-__device__ __forceinline__ std::uint32_t widen_to_bf16(std::uint32_t pair, float unit) {
-  const std::uint32_t h = widen_e4m3(pair);
-  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&h));
-  return pack_bf16(x.x * unit, x.y * unit);
-}
-
 template <int R>
 struct Machine {
   const DecodeArguments& a;
