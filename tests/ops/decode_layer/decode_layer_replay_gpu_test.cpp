@@ -238,7 +238,6 @@ TEST_P(DecodeLayerLate, GraphLaunchesWithDelayedRanksKeepTheBits) {
 
 // Every stage held up once on every rank, and in one CTA only: late, but nothing else.
 TEST_P(DecodeLayerLate, StallsBeforeEveryStageKeepTheBits) {
-  if (!kKernelStalls) GTEST_SKIP() << "this kernel has no stalls";
   const int ranks = GetParam();
   const DecodeShape s = group_shape(ranks, 4);
   const RandomLayer layer(s, 51);
@@ -266,7 +265,6 @@ TEST_P(DecodeLayerLate, StallsBeforeEveryStageKeepTheBits) {
 // A rank that stands still for longer than the deadline: its peers name it, all can go on after the
 // rearm.
 TEST_P(DecodeLayerLate, AStallBeyondTheDeadlineNamesRankStageAndCta) {
-  if (!kKernelStalls) GTEST_SKIP() << "this kernel has no stalls";
   const int ranks = GetParam();
   const DecodeShape s = group_shape(ranks, 2);
   const RandomLayer layer(s, 53);

@@ -81,9 +81,6 @@ struct DecodeArguments {
   std::uint64_t stall_ns;
 };
 
-// Whether the kernel heeds the stall.
-inline constexpr bool kKernelStalls = true;
-
 // Registers, spills and limits of a kernel, for tests and reports.
 struct KernelResources {
   int registers, local_bytes, max_threads;
